@@ -90,15 +90,13 @@ def kind_of(name: str) -> Kind:
 
 def faults() -> tuple[str, ...]:
     """A sentence for each kind of another package that cannot be used."""
-    return tuple(sentence for name in _entry_points() if (sentence := _fault(name)))
-
-
-def _fault(name: str) -> str | None:
-    try:
-        kind_of(name)
-    except InputError as error:
-        return str(error)
-    return None
+    found = []
+    for name in _entry_points():
+        try:
+            kind_of(name)
+        except InputError as error:
+            found.append(str(error))
+    return tuple(found)
 
 
 def title_of(name: str) -> str:

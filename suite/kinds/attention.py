@@ -1,8 +1,6 @@
 """One attention call: the case, its program, and how its cells are judged.
 
-The oracle's float64 result and the standard backend's error are computed once per case, in a process of their own. The
-cells read both from one .npz file. A case that is too large for the oracle, or for an interpreter, is judged at a
-shorter length, and its record says so.
+A case that is too large for the oracle, or for an interpreter, is judged at a shorter length, and its record says so.
 """
 
 from __future__ import annotations

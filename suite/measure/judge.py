@@ -1,8 +1,7 @@
 """Judge the numbers of a cell by the noise-floor rule of ``backends/oracle.py``.
 
 The oracle's float64 result and the standard backend's error are computed once per case, in a process of their own. The
-cells read both from one .npz file. An op case that is too large for the oracle, or for an interpreter, is judged at a
-shorter length, and its record says so.
+cells read both from one .npz file.
 """
 
 from __future__ import annotations
