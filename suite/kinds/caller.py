@@ -257,13 +257,13 @@ def _expected(case: CallerCase) -> dict[str, Any]:
     if case.way in _FLAX:
         function, arguments = _flax_step(case, _exact)
         return {"out": np.asarray(function(*arguments)).astype(np.float64)}
-    arrays, d_out, operands = _arrays(case)
+    (query, key, value), d_out, operands = _arrays(case)
     spec = dataclasses.replace(caller_spec(case), batch=case.batch)
     layout = Layout(mask=operands.get("mask"), key_value_seq_lengths=operands.get("key_value_seq_lengths"))
     terms = Terms(bias=operands.get("bias"))
-    found = {"out": oracle.forward(spec, layout, *arrays, terms)}
+    found = {"out": oracle.forward(spec, layout, query, key, value, terms)}
     if case.gradient:
-        slopes = oracle.gradients(spec, layout, *arrays, d_out, terms=terms)
+        slopes = oracle.gradients(spec, layout, query, key, value, d_out, terms=terms)
         found |= {name: slopes[name] for name in ("dq", "dk", "dv")}
     return found
 
