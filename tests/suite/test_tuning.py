@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -119,7 +120,7 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
     assert tuned_table.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
     assert tuned_table.entry(record)["tried"][0]["bundles"] == 4096
-    assert "1024 (4096)" in "".join(page.winners([record]))
+    assert "1024 (4096)" in page.files([record], Path())["report.md"]
 
 
 @pytest.mark.parametrize(("kind", "block"), [("v6e", 1024), ("v5e", 4096)])
@@ -137,7 +138,7 @@ def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_
     entry = tuned_table.entry(checked(record))
     assert entry["options"]["block_q"] == block
     assert ("expected_time_over_default" in entry) == ("expected time" in entry["method"]) == (kind == "v6e")
-    assert ("(± 2.9%)" in "".join(page.winners([checked(record)]))) == (kind == "v6e")
+    assert ("(± 2.9%)" in page.files([checked(record)], Path())["report.md"]) == (kind == "v6e")
 
 
 def made_up(*samples):
