@@ -32,7 +32,7 @@ def new_judgement(
     required: Sequence[str] = (),
     interpret: bool = False,
 ) -> RunGrid:
-    """The grid of these flags: verdicts and named problems that match, then random ones of ``seed``.
+    """The grid of these flags: verdicts and named problems that match, then random ones, all drawn by ``seed``.
 
     What a gate requires is among them. Raises InputError.
     """
@@ -40,7 +40,7 @@ def new_judgement(
     return RunGrid(
         suite=SUITE,
         cases=(
-            *(ConformanceCase(name=name, interpret=interpret) for name in named),
+            *(ConformanceCase(name=name, seed=seed or None, interpret=interpret) for name in named),
             *(ConformanceCase(number=number, seed=seed, interpret=interpret) for number in numbers),
         ),
         backends=tuple(dict.fromkeys(map(known_row, backends or registry.names()))),

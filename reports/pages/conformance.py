@@ -91,7 +91,8 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
 def reproducer(record: Record) -> list[str]:
     """Lines for a shell that judge the same problem, or ask for the same verdict, again."""
     number, seed, mode = record.problem["number"], record.problem["seed"], record.mode or "native"
-    call = f"judging.judge_case(backend, {record.case!r}, Target.here(), {mode!r})"
+    drawn = "" if seed is None else f", seed={seed}"
+    call = f"judging.judge_case(backend, {record.case!r}, Target.here(), {mode!r}{drawn})"
     if number is not None:
         call = f"judging.judge_random(backend, {number}, {seed}, Target.here(), {mode!r})"
     elif record.case in VERDICTS:

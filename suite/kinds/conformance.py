@@ -36,7 +36,8 @@ _LONGEST = 300  # characters of what a backend raised
 class ConformanceCase:
     """:data:`TAKES`, a named verdict or problem of ``attnsuite.testing``, or the random problem ``number`` of ``seed``.
 
-    With ``interpret`` kernels that have an interpreter run in it.
+    The arrays of a named problem follow from ``seed`` too. With ``interpret`` kernels that have an interpreter run in
+    it.
     """
 
     kind: Literal["conformance"] = "conformance"
@@ -112,10 +113,10 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
         reason = f"{name} is approximate by design, and the contract's judge is for exact backends."
         return Outcome(status="unsupported", reasons=(reason,), error=_NOT_TAKEN)
     try:
-        if case.number is None or case.seed is None:
-            found = judging.judge_case(backend, case.name, target, mode)
+        if case.number is None:
+            found = judging.judge_case(backend, case.name, target, mode, case.seed or 0)
         else:
-            found = judging.judge_random(backend, case.number, case.seed, target, mode)
+            found = judging.judge_random(backend, case.number, case.seed or 0, target, mode)
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
         return _crashed(error)
     finally:

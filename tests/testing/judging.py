@@ -32,13 +32,13 @@ class Judgement:
     isolates: bool | None = None
 
 
-def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native") -> Judgement:
-    """Hold ``backend`` to the named problem.
+def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native", seed: int = 0) -> Judgement:
+    """Hold ``backend`` to the named problem, its arrays drawn by ``seed``.
 
     Output and gradients have to pass the judge, and numbers where nobody may look have to change no bit of them. A
     backend that takes the problem only without gradients is judged by its output. What the backend raises is raised.
     """
-    layout, terms, inputs = problems.arrays(CASES[name], name)
+    layout, terms, inputs = problems.arrays(CASES[name], name, seed=seed)
     spec = problems.spec_of(CASES[name], layout, terms, inputs)
     refused = support(backend, spec, target, mode).reasons
     if refused:
@@ -46,7 +46,7 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
         if not support(backend, spec, target, mode):
             return Judgement("unsupported", said=refused)
     try:
-        return _held(backend, dataclasses.replace(problems.problem(name), spec=spec), target, mode)
+        return _held(backend, dataclasses.replace(problems.problem(name, seed=seed), spec=spec), target, mode)
     except Exception as error:  # noqa: BLE001 (raised again, unless the platform is why)
         return _of_the_platform(error, spec)
 

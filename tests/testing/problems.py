@@ -87,9 +87,10 @@ class Problem:
         return judge(name, result, self.expected[name], self.standard[name], self.spec, zero)
 
 
-def arrays(case: Case, name: str, dtype: str | None = None) -> tuple[Layout, Terms, Inputs]:
-    """The layout, the terms and (query, key, value, cotangent) of a case, seeded by its name."""
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
+def arrays(case: Case, name: str, dtype: str | None = None, seed: int = 0) -> tuple[Layout, Terms, Inputs]:
+    """The layout, the terms and (query, key, value, cotangent) of a case, drawn by its name and ``seed``."""
+    of_name = zlib.crc32(name.encode())
+    rng = np.random.default_rng((of_name, seed) if seed else of_name)
     B, T, S, N, K, H, Hv = case.sizes
     # jnp.asarray of JAX 0.12 would compile a copy for every shape.
     made = jax.device_put(case.layout(case.sizes, rng))
@@ -138,10 +139,10 @@ def solve(spec: AttentionSpec, layout: Layout, inputs: Inputs, terms: Terms = NO
 
 
 @functools.cache
-def problem(name: str, dtype: str | None = None) -> Problem:
+def problem(name: str, dtype: str | None = None, seed: int = 0) -> Problem:
     """The named problem, in its own dtype or another."""
     case = CASES[name]
-    layout, terms, inputs = arrays(case, name, dtype)
+    layout, terms, inputs = arrays(case, name, dtype, seed)
     return solve(spec_of(case, layout, terms, inputs), layout, inputs, terms)
 
 
