@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from .layer_stack import LayerStack, Number, StackedLayer
 from .layout import Layout, check_layout, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
-from .operands import EitherArray, TermArrays, Terms
+from .operands import EitherArray, Terms
 from .policy import AnyPolicy
 from .resolve import OnUnavailable, resolve
 from .scores import ScoreFunction
@@ -40,7 +40,7 @@ Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when t
 _IMPLEMENTATIONS = {"xla": "standard", "cudnn": "cudnn"}  # JAX's names -> backends
 
 
-class _Options(TermArrays, total=False):
+class _Options(TypedDict, total=False):
     """The keywords of :func:`attention` that do not decide what the result is."""
 
     value_head_dim: int | None
@@ -59,6 +59,11 @@ class _Options(TermArrays, total=False):
     key_value_seq_lengths: EitherArray | None
     page_table: EitherArray | None
     mask: EitherArray | None
+    bias: EitherArray | None
+    sinks: EitherArray | None
+    alibi: EitherArray | None
+    key_scales: EitherArray | None
+    value_scales: EitherArray | None
     backend: str
     mode: Mode
     on_unavailable: OnUnavailable
@@ -112,6 +117,11 @@ def attention(
     key_value_seq_lengths: Int[EitherArray, " batch"] | None = None,
     page_table: Int[EitherArray, "batch pages_per_sequence"] | None = None,
     mask: Bool[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
+    bias: Float[EitherArray, "#batch #heads #q_len #kv_len"] | None = None,
+    sinks: Float[EitherArray, " heads"] | None = None,
+    alibi: Float[EitherArray, " heads"] | None = None,
+    key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None,
+    value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None,
     backend: str = "auto",
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
@@ -121,7 +131,6 @@ def attention(
     policy: AnyPolicy | None = None,
     isolate: bool = False,
     layer: LayerStack | StackedLayer | None = None,
-    **terms: Unpack[TermArrays],
 ) -> (
     Float[Array, "batch q_len heads v_dim"]
     | tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch q_len heads"]]
@@ -131,8 +140,7 @@ def attention(
     Inputs share one dtype (float32, bfloat16 or float16), which is also the output's; ``heads`` is a
     multiple of ``kv_heads``. ``mask_function`` decides by positions (:mod:`attnsuite.backends.masks`);
     ``score_function`` changes each score by its head and positions (:mod:`attnsuite.backends.scores`).
-    ``terms`` are the fields of :class:`Terms`: ``bias`` ``[batch, heads, q_len, kv_len]`` (axes may be 1), and a
-    learned number per query head in ``sinks`` and ``alibi``.
+    ``bias`` may have axes of 1; ``sinks`` and ``alibi`` are a learned number per query head.
     The result is ``[batch, q_len, heads, v_dim]``. With ``return_log_sum_exp`` it is the pair of this output and the
     log-sum-exp of each row's visible logits, float32 ``[batch, q_len, heads]``, which has a gradient and is ``-inf``
     where a row sees nothing; :func:`merge_parts` puts such pairs together.
@@ -158,8 +166,6 @@ def attention(
     >>> attention(x, x, x, is_causal=True).shape
     (1, 4, 2, 8)
     """
-    if unknown := terms.keys() - TermArrays.__annotations__.keys():
-        raise TypeError(f"attention() got an unexpected keyword argument {min(unknown)!r}.")
     layout = Layout(
         query_segment_ids=_as_array(query_segment_ids),
         key_value_segment_ids=_as_array(key_value_segment_ids),
@@ -174,7 +180,13 @@ def attention(
         key,
         value,
         layout,
-        Terms(**{name: _as_array(x) for name, x in terms.items()}),
+        Terms(
+            bias=_as_array(bias),
+            sinks=_as_array(sinks),
+            alibi=_as_array(alibi),
+            key_scales=_as_array(key_scales),
+            value_scales=_as_array(value_scales),
+        ),
         backend,
         {"mode": mode, "on_unavailable": on_unavailable, "options": backend_options, "policy": policy},
         isolate=isolate,

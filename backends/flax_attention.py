@@ -18,12 +18,12 @@ from jaxtyping import Array
 
 from .attention import attention
 from .devices import Target
-from .operands import OPERANDS, TermArrays
+from .operands import OPERANDS
 
 # Arrays of the call itself, which the layer passes.
 _ARRAYS = {"query", "key", "value", "bias", "mask"}
-_OTHERS = {"backend", "return_log_sum_exp", "value_head_dim", "kv_layout", "terms"}  # the layer's own, or its layout
-_OPTIONS = (frozenset(inspect.signature(attention).parameters) | {*TermArrays.__annotations__}) - _ARRAYS - _OTHERS
+_OTHERS = {"backend", "return_log_sum_exp", "value_head_dim", "kv_layout"}  # the layer's own, or its layout
+_OPTIONS = frozenset(inspect.signature(attention).parameters) - _ARRAYS - _OTHERS
 
 _REFUSED = {
     "module": "the attention weights are never formed, so there are none to sow; leave sow_weights at False.",

@@ -1,7 +1,7 @@
 """The table of learned operands: what each is called, what its axes count, and an example.
 
 A learned operand is one row of :data:`OPERANDS`, one field of :class:`Announced` and of :class:`Terms`, and one keyword
-of :class:`TermArrays`. From the row follow its shape check, its feature, how it is sharded, its case of the conformance
+of :func:`attention`. From the row follow its shape check, its feature, how it is sharded, its case of the conformance
 suite and its row of the support matrix. What is left is its meaning, in ``oracle.py`` and in the kernels that take it.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Literal
 
 import jax
 import numpy as np
@@ -115,13 +115,3 @@ class Terms:
 
 
 NO_TERMS = Terms()
-
-
-class TermArrays(TypedDict, total=False):
-    """The fields of :class:`Terms` as keywords of a call."""
-
-    bias: EitherArray | None
-    sinks: EitherArray | None
-    alibi: EitherArray | None
-    key_scales: EitherArray | None
-    value_scales: EitherArray | None
