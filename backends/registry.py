@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from attnsuite.sentences import nearest
+
 from .contract import Backend, Plan
 from .devices import Target
 from .features import DTYPES, FEATURES, Mode, Takes
@@ -95,7 +97,10 @@ class Registry:
         elif name in self._entry_points():
             backend = _load_entry_point(self._entry_points()[name])
         else:
-            raise UnknownBackendError(f"backend {name!r} is not registered; registered are: {', '.join(self.names())}.")
+            known = self.names()
+            raise UnknownBackendError(
+                f"backend {name!r} is not registered; registered are: {', '.join(known)}.{nearest(name, known)}"
+            )
         with self._lock:
             return self._loaded.setdefault(name, backend)
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from attnsuite.backends import UnknownBackendError, names, registry
+from attnsuite.sentences import nearest
 
 from .errors import InputError
 
@@ -37,7 +38,9 @@ def known_backend(name: str, peers: Collection[str] = ()) -> str:
         registry.get(name)
     except UnknownBackendError as error:
         others = f", or of the peers {', '.join(peers)}" if peers else ""
-        raise InputError(f"backend {name!r} is not registered; use {', '.join(names())}{others}.") from error
+        raise InputError(
+            f"backend {name!r} is not registered; use {', '.join(names())}{others}.{nearest(name, (*names(), *peers))}"
+        ) from error
     return name
 
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnsuite.sentences import nearest
+
 from .cell import Case
 from .errors import InputError
 from .kinds.attention import OpCase
@@ -232,7 +234,8 @@ def find_suite(name: str) -> Suite:
         return SUITES[name]
     if name.endswith(".toml"):
         return _load(Path(name))
-    raise InputError(f"suite {name!r} is not known; use {', '.join(SUITES)}, or the path of a .toml file.")
+    known = f"use {', '.join(SUITES)}, or the path of a .toml file."
+    raise InputError(f"suite {name!r} is not known; {known}{nearest(name, SUITES)}")
 
 
 def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
@@ -240,7 +243,7 @@ def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
     names = [case.name for case in cases]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(names)}.")
+            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(names)}.{nearest(pattern, names)}")
     return tuple(case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHOWN = 60  # characters of a value
@@ -24,6 +25,16 @@ def given(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..{text[-1]}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, as the end of a sentence that lists them; empty where none is near.
+
+    >>> nearest("standrd", ["standard", "chunked"]), nearest("other", ["standard"])
+    (" Did you mean 'standard'?", '')
+    """
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def not_accepted(error: Exception, where: str) -> str:
