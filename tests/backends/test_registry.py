@@ -8,20 +8,16 @@ import os
 import re
 import subprocess
 import sys
-import types
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, UnknownBackendError, plan, support
+from attnsuite.backends import AttentionSpec, Layout, Target, UnknownBackendError, support
 from attnsuite.backends.chunked import CHUNKED
 from attnsuite.backends.registry import BrokenBackend, Registry
 from attnsuite.backends.standard import STANDARD, Standard
-from declared import PLAIN
 
 pytestmark = pytest.mark.newest
 
@@ -260,24 +256,3 @@ def test_built_in_backend_that_does_not_load_says_why_and_leaves_the_others() ->
     found = support(registry.get("gone"), SPEC, Target("cpu"))
     assert "gone does not load here (ModuleNotFoundError" in found.reasons[0]
     assert support(registry.get("standard"), SPEC, Target("cpu"))
-
-
-@pytest.mark.foreign_numerics  # JAX's own attention promotes dtypes
-def test_plugin_of_the_page_computes_what_it_declares_and_refuses_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of the page needs a GPU that is not here; JAX's own attention stands in for the kernel."""
-    kernel, plugin = types.ModuleType("dew_flash_attn"), types.ModuleType("my_plugin")
-    monkeypatch.setattr(kernel, "flash_mha", jax.nn.dot_product_attention, raising=False)
-    for module in (kernel, plugin):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(class_of_the_docs("DewFlash:"), vars(plugin))  # noqa: S102 (the page's own lines)
-    registry = Registry()
-    registry.register(plugin.DewFlash())
-    backend, h100 = registry.get("dew_flash"), Target("cuda", "h100")
-    keys = jax.random.split(jax.random.key(0), 3)
-    query, key, value = (jax.random.normal(k, (2, 64, 2, 64), "bfloat16") for k in keys)
-    out = plan(backend, PLAIN, target=h100).run(query, key, value)[0]
-    expected = plan(STANDARD, PLAIN, target=Target("cpu")).run(query, key, value)[0]
-    np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), atol=0.03)
-    for changes in ({"local_window_size": 4}, {"key_value_length": 128}, {"has_sinks": True}, {"dtype": "float32"}):
-        assert not support(backend, dataclasses.replace(PLAIN, **changes), h100)
-    assert "not for cpu" in support(backend, PLAIN, Target("cpu")).reasons[0]
