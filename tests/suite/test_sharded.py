@@ -120,9 +120,9 @@ def status(cell, module, name, broken):
     return [found.status, wrong]
 
 def without_offset(whole):
-    def place(self, share, layout):
-        return dataclasses.replace(layout, query_positions=jnp.broadcast_to(
-            jnp.arange(share.query_length, dtype=jnp.int32)[None], (share.batch, share.query_length)))
+    def place(layout, axis, batch, sides):
+        rows = {name: jnp.arange(length, dtype=jnp.int32)[None] for name, length in sides.items()}
+        return dataclasses.replace(layout, **{name: jnp.repeat(row, batch, 0) for name, row in rows.items()})
     return place
 
 class SkipsAStep:
@@ -132,7 +132,7 @@ class SkipsAStep:
 
 found = {
     "wrong positions": status(cell_of("standard", LONG, "packed, window, soft cap"),
-        dealing.Sharded, "_with_positions", without_offset),
+        ring, "with_positions", without_offset),
     "a step left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "lax", lambda whole: SkipsAStep()),
     "weights left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "put_together",
         lambda whole: lambda a, b: (a[0] + b[0], *whole(a, b)[1:])),
