@@ -60,12 +60,14 @@ def overview(records: Sequence[Record], form: Form) -> Iterator[str]:
     if len(backends) < 2:
         return
     asked = [verdict for verdict in VERDICTS if any(record.case == verdict for record in records)]
+    counted = ("right", "wrong", "unsupported") if _problems(records) else ()
     rows = []
     for name, own in backends:
         given = {record.case: answer_of(record) for record in own}
-        counts = (_count(own, "ok"), len(_failed(own)), _count(own, "unsupported"))
-        rows.append((form.name(name), *counts, *(given.get(verdict, "") for verdict in asked)))
-    headers = ("backend", "right", "wrong", "unsupported", *asked)
+        counts = (_count(own, "ok"), len(_failed(own)), _count(own, "unsupported")) if counted else ()
+        modes = sorted({record.mode for record in own if record.mode is not None})
+        rows.append((form.name(name), ", ".join(modes), *counts, *(given.get(verdict, "") for verdict in asked)))
+    headers = ("backend", "mode", *counted, *asked)
     yield from ("", *tabulate(rows, headers, tablefmt=form.table).splitlines())
 
 
@@ -74,7 +76,7 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
     for name, own in _by_backend(records):
         yield from ("", f"{form.heading}{form.name(name)}", "")
         yield from (f"{record.facts.said}\n" for record in own if record.case == TAKES and record.facts is not None)
-        rows = [_right(own)]
+        rows = [_right(own)] if _problems(own) else []
         for record in (record for verdict in VERDICTS for record in own if record.case == verdict):
             said = record.facts.said if record.facts is not None else " ".join(record.reasons) or record.error
             rows.append((record.case, answer_of(record), said or ""))

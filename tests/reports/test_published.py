@@ -21,7 +21,8 @@ if not PUBLISHED.is_dir():
     pytest.skip("a source distribution has no published pages; the repository has", allow_module_level=True)
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 TRAINING_SHARDED = PUBLISHED / "training-sharded"
-ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name)
+VERDICTS = PUBLISHED / "verdicts-cpu-amd-epyc"
+ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, VERDICTS.name)
 PAGES = {
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
@@ -49,6 +50,11 @@ def test_page_is_rendered_again_the_same(name, tmp_path):
 @pytest.mark.parametrize("name", ["cpu-amd-epyc", "cpu-intel-xeon"])
 def test_page_of_quick_is_short(name):
     assert (PUBLISHED / name / "report.md").stat().st_size <= 15_000
+
+
+def test_page_of_verdicts_is_rendered_again_the_same(tmp_path):
+    reports.render(VERDICTS, out=tmp_path)
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == (VERDICTS / "report.md").read_text(encoding="utf-8")
 
 
 def test_every_folder_with_records_has_its_page():

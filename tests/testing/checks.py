@@ -31,7 +31,7 @@ ISOLATING = frozenset({"standard", "chunked", "flash_cpu", "kascade"})
 # Backends that were seen to let NaN behind the lengths into other rows, each by a test of its own.
 LETS_NAN_IN = frozenset({"kvax", "splash", "tokamax_splash", "tokamax_triton", "tpu_flash_attention"})
 
-# Other verdicts (verdicts/), by `attnsuite judge` on an AMD EPYC with 2 cores and JAX 0.12.0.1, 2026-11-25: natively,
+# Other verdicts (verdicts/), by `attnsuite judge` on an AMD EPYC with 2 cores and JAX 0.12.0.1, 2026-11-26: natively,
 # or with --interpret in an interpreter. A backend that is not named was not measured.
 _INTERPRETED = (
     *("kvax", "splash", "pallas_flash", "tokamax_splash", "tokamax_triton", "paged_attention"),
@@ -47,9 +47,10 @@ MEASURED: Mapping[str, Mapping[str, str]] = {
         "flash_cpu": "with `batch_invariant=True`",
         "kascade": "yes",
     }
-    | dict.fromkeys(("splash", "pallas_flash", "tpu_flash_attention"), "yes, interpreted"),
+    | dict.fromkeys(_INTERPRETED, "yes, interpreted")
+    | {"ragged_paged_attention": "no, interpreted"},
     "symmetric": dict.fromkeys(("standard", "chunked", "flash_cpu"), "yes")
-    | dict.fromkeys(set(_INTERPRETED) - {"paged_attention", "ragged_paged_attention"}, "yes, interpreted")
+    | dict.fromkeys(_INTERPRETED, "yes, interpreted")
     | {"kascade": "approximate", "paged_attention": "not applicable"},
 }
 
