@@ -111,7 +111,8 @@ def _as_meta(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "multiple_of": 32,
     }
     tensors = load_file(checkpoint / "model.safetensors")
-    return params, {meta._meta_name(name): ["float32", *tensor.shape] for name, tensor in tensors.items()}
+    names = {ours: theirs for theirs, (ours, _) in meta._known(params["n_layers"]).items()}
+    return params, {names[name]: ["float32", *tensor.shape] for name, tensor in tensors.items()}
 
 
 def _saved(described: Any) -> bytes:
