@@ -32,7 +32,7 @@ class VendorKernel:
     ``allowed`` cannot express. ``platform`` is the only one that the kernel runs on natively; None where ``reasons``
     judge the device. ``module`` is that of JAX which has the kernel. ``missing(mode)`` says why an optional package
     cannot be used; it is asked on the present device, and in modes that run on the host. ``options`` are those of a
-    plan, with their meanings.
+    plan, with their meanings; ``check(spec, target, options)`` raises ValueError for values that do not fit.
     """
 
     name: str
@@ -43,6 +43,7 @@ class VendorKernel:
     module: str | None = None
     missing: Callable[[Mode], tuple[str, ...]] = lambda _: ()
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    check: Callable[[AttentionSpec, Target, Mapping[str, Any]], Any] = lambda *_: None
     exact: bool = True
 
     def takes(self, target: Target, mode: Mode) -> Takes:
@@ -79,6 +80,7 @@ class VendorKernel:
         package cannot be used here.
         """
         given = check_options(self.name, options, self.options)
+        self.check(spec, target, given)
         if why_not := self.missing(mode):
             raise ImportError(" ".join(why_not))
         return self.make(spec, layout, target, mode, given)

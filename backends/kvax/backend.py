@@ -151,5 +151,6 @@ KVAX = Kvax(
     reasons=lambda _, target, mode, __: device_reasons(target, mode),
     missing=availability.missing,
     options=OPTIONS,
+    check=_blocks,
     make=functools.partial(_plan, OneDevice()),
 )  # fmt: skip

@@ -142,7 +142,5 @@ def test_jax_without_the_module_is_a_reason(name: str, monkeypatch: pytest.Monke
 )
 def test_option_that_does_not_fit_is_refused(name: str, options: dict[str, Any], word: str) -> None:
     spec, target, _ = TAKEN[name]
-    if name == "kvax":
-        pytest.importorskip("kvax", reason="tox -e kvax has it")
     with pytest.raises(ValueError, match=word):
         registry.get(name).plan(spec, Layout(), target=target, mode="compile", options=options)
