@@ -26,7 +26,6 @@ from .errors import CellFailure
 from .measure import arrays
 from .user_function import description, register_functions
 
-Ask = Callable[..., Any]  # (function, *arguments): its result in the other process
 _SCORES = {"leaning": leaning}
 _INPUTS = ("query", "key", "value")
 
@@ -36,18 +35,25 @@ class ApartError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Apart:
-    """The function ``reference`` of the process that ``ask`` asks, with ``folder``.
+class Process:
+    """Another process: ``ask(function, *arguments)`` gives a result there; it may write in ``folder()``."""
 
-    ``description`` is what was found out of a plain function; empty where it declared what it takes. ``again`` gives
-    the same function in another process, with that number of threads.
+    ask: Callable[..., Any]
+    folder: Callable[[], Path]
+    is_confined: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """The function ``reference`` in its ``process``; ``start`` makes a process of so many threads (None: all).
+
+    ``description`` is what was found out of a plain function; empty where it declared what it takes.
     """
 
     reference: str
-    ask: Ask
-    folder: Callable[[], Path]
+    process: Process
     description: str
-    again: Callable[[int | None], Apart]
+    start: Callable[[int | None], Process]
 
     def __call__(self, query: Any, key: Any, value: Any, **keywords: Any) -> Any:
         """The output, whose gradients are computed there too."""
@@ -65,6 +71,10 @@ class Apart:
         call.defvjp(lambda given: (call(given), given), pulled)
         return call(given)
 
+    def anew(self, threads: int | None) -> Apart:
+        """The function in a new process, with that number of threads."""
+        return dataclasses.replace(self, process=self.start(threads))
+
     def _called(
         self, function: Callable[..., Any], settings: dict[str, Any], shapes: Mapping[str, Any], given: dict[str, Any]
     ) -> Any:
@@ -72,7 +82,7 @@ class Apart:
         form = self._asked(outline, *call, {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()})
 
         def there(given: dict[str, Any]) -> Any:
-            sent, answer = (self.folder() / uuid.uuid4().hex for _ in range(2))
+            sent, answer = (self.process.folder() / uuid.uuid4().hex for _ in range(2))
             arrays.save(sent, given)
             self._asked(computed, *call, sent, answer)
             sent.unlink()
@@ -86,35 +96,26 @@ class Apart:
 
     def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return self.ask(function, *arguments)
+            return self.process.ask(function, *arguments)
         except CellFailure as failure:
             raise ApartError(failure.message) from failure
 
 
-def register_apart(reference: str, start: Callable[[int | None], tuple[Ask, Callable[[], Path]]]) -> None:
+def register_apart(reference: str, start: Callable[[int | None], Process]) -> None:
     """Register the function under its name, in a process that ``start`` makes. Raises InputError."""
-
-    def made(threads: int | None = None) -> Apart:
-        ask, folder = start(threads)
-        return Apart(reference, ask, folder, str(ask(found_out, reference)["description"]), made)
-
-    if reference not in registry.names():
-        apart = made()
-        found = msgspec.convert(apart.ask(found_out, reference), _Found)
-        takes = Takes(features=frozenset(found.features), dtypes=found.dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
-        registry.register(from_function(apart, takes=takes, name=reference, exact=found.exact))
+    if reference in registry.names():
+        return
+    process = start(None)
+    found = msgspec.convert(process.ask(found_out, reference), _Found)
+    takes = Takes(features=frozenset(found.features), dtypes=found.dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
+    function = Apart(reference, process, found.description, start)
+    registry.register(from_function(function, takes=takes, name=reference, exact=found.exact))
 
 
 def apart_of(backend: Any) -> Apart | None:
     """The function in its process; None for a backend of this process."""
     function = backend.function if isinstance(backend, FunctionBackend) else None
     return function if isinstance(function, Apart) else None
-
-
-def in_another_process(backend: FunctionBackend, threads: int | None) -> FunctionBackend:
-    """The backend of a function that is apart, with another process behind it."""
-    apart = apart_of(backend)
-    return backend if apart is None else dataclasses.replace(backend, function=apart.again(threads))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

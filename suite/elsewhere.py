@@ -16,7 +16,7 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.features import Mode
 from attnsuite.testing.verdicts import Arrays, Elsewhere, Subject, results
 
-from .measure import arrays
+from .measure import arrays, placement
 from .user_function import register_functions
 
 _LAST = 300  # characters of what a process that failed wrote last
@@ -51,8 +51,8 @@ def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
 
 
 def _main(row: str, mode: Mode, path: Path) -> None:
-    if "PJRT_NPROC" in os.environ and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(os.environ["PJRT_NPROC"])])
+    if "PJRT_NPROC" in os.environ:
+        placement.bind(int(os.environ["PJRT_NPROC"]))
     register_functions([row])
     subject = Subject(registry.get(row), Target.here(), mode)
     found = {f"{label}|{name}": x for label, of_one in results(subject).items() for name, x in of_one.items()}

@@ -35,13 +35,10 @@ def made(call: Mapping[str, Any]) -> Callable[[], Any]:
     from attnsuite.models import TextFile  # noqa: PLC0415 (the command line starts without it)
 
     hints = get_type_hints(function, localns={"TextFile": TextFile}, include_extras=True)
-    kinds = [hints[name] for name in inspect.signature(function).parameters]
-    given = [_argument(each, kind) for each, kind in zip(call["arguments"], kinds, strict=False)]
-    return functools.partial(function, *given)
-
-
-def _argument(value: Any, kind: Any) -> Any:
-    return msgspec.convert(value, kind, dec_hook=_made_of)
+    named = inspect.signature(function).bind(*call["arguments"]).arguments
+    return functools.partial(
+        function, *(msgspec.convert(value, hints[name], dec_hook=_made_of) for name, value in named.items())
+    )
 
 
 def _made_of(kind: type, value: Any) -> Any:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import psutil
 
-from attnsuite.backends import Target
+from attnsuite.backends import Target, registry
 
-from ..apart import Ask, register_apart
+from ..apart import Process, apart_of, register_apart
 from ..cell import Case, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
@@ -53,14 +51,15 @@ def prepare(
     resident = psutil.Process().memory_info().rss if is_own else None
     before = memory.device_statistics() if shared else None
     kind = kind_of(cell.kind)
-    if is_own and kind.calls_apart:
+    if is_own and kind.calls_apart and not here.startswith("tpu"):  # a TPU admits one process
         register_apart(cell.row, functools.partial(_apart, cell.row))
     else:
         register_functions([cell.row])
     means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident)
     prepared = _PREPARED[cell.key] = kind.prepare(cell, make_case(cell.problem), means)
     outcome = prepared.outcome
-    if is_own and not is_confined:
+    apart = apart_of(registry.get(cell.row)) if is_own else None
+    if is_own and not (is_confined if apart is None else apart.process.is_confined):
         outcome = dataclasses.replace(outcome, notes=(*outcome.notes, UNCONFINED))
     if before is not None:
         outcome = dataclasses.replace(outcome, memory=memory.by_difference(outcome.memory, before))
@@ -69,7 +68,7 @@ def prepare(
     return {"outcome": outcome, "named": prepared.named is not None}
 
 
-def _apart(reference: str, threads: int | None) -> tuple[Ask, Callable[[], Path]]:
+def _apart(reference: str, threads: int | None) -> Process:
     """A process for a function of the user, which ends with this one."""
     from .process import Worker  # noqa: PLC0415 (it asks for the functions of this module)
 
@@ -80,16 +79,18 @@ def _apart(reference: str, threads: int | None) -> tuple[Ask, Callable[[], Path]
             more = {} if threads is None else {"PJRT_NPROC": str(threads)}  # XLA's CPU client reads it
             started.append(Worker(memory.machine_bytes(), more, files_of([reference])))
             if threads is not None:
-                started[-1].ask(_APART_SECONDS, bind, threads)
+                started[-1].ask(_APART_SECONDS, placement.bind, threads)
         return started[-1]
 
-    return lambda *call: worker().ask(_APART_SECONDS, *call), lambda: worker().folder
+    def ask(*call: Any) -> Any:
+        return worker().ask(_APART_SECONDS, *call)
+
+    return Process(ask, lambda: worker().folder, ask(confined))
 
 
-def bind(processors: int) -> None:
-    """Bind this process to so many processors, where the platform can; before JAX makes its threads."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:processors])
+def confined() -> bool:
+    """Whether this process is confined."""
+    return is_confined
 
 
 def sample(key: str, seed: int, choice: int) -> dict[str, float]:

@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from attnsuite.backends import Target, registry
+from attnsuite.backends import Target, from_function, registry
 from attnsuite.backends.features import Mode
-from attnsuite.backends.function import FunctionBackend
 from attnsuite.backends.support import takes_of
 
-from ..apart import ApartError, apart_of, in_another_process
+from ..apart import ApartError, apart_of
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..measure.judge import as_error
 from ..record import Record
@@ -25,7 +24,7 @@ from .kind import Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
 if TYPE_CHECKING:
-    from attnsuite.testing.verdicts import Subject
+    from attnsuite.testing.verdicts import Arrays, Elsewhere, Subject
 
 TAKES = "takes"  # the name of the case that says what a backend or function takes
 _NOT_TAKEN = "asks for more than it takes."
@@ -145,23 +144,32 @@ def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
     """The outcome of a verdict; one that does not apply is unsupported, with the reason."""
     from attnsuite.testing import verdicts  # noqa: PLC0415 (as above)
 
-    from ..elsewhere import elsewhere_of  # noqa: PLC0415 (as above)
-
-    backend = subject.backend
-    elsewhere: verdicts.Elsewhere | None = elsewhere_of(name, subject.target, subject.mode)
-    if isinstance(backend, FunctionBackend) and apart_of(backend):
-
-        def apart(threads: int | None) -> Mapping[str, verdicts.Arrays]:
-            return verdicts.results(dataclasses.replace(subject, backend=in_another_process(backend, threads)))
-
-        elsewhere = apart
     try:
-        found = verdicts.ask(verdict, subject, elsewhere)
+        found = verdicts.ask(verdict, subject, _elsewhere(name, subject))
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
         return _crashed(error)
     if found.answer == "not applicable":
         return Outcome(status="unsupported", reasons=(found.said,), error=f"not applicable: {found.said}")
     return Outcome(facts=Held(gradients=False, share=None, answer=found.answer, said=found.said))
+
+
+def _elsewhere(name: str, subject: Subject) -> Elsewhere | None:
+    """How to compute in another process; None on a device that one process holds alone."""
+    from attnsuite.testing.verdicts import results  # noqa: PLC0415 (as above)
+
+    from ..elsewhere import elsewhere_of  # noqa: PLC0415 (as above)
+
+    apart = apart_of(subject.backend)
+    if apart is None or subject.target.platform != "cpu":
+        return elsewhere_of(name, subject.target, subject.mode)
+
+    def anew(threads: int | None) -> Mapping[str, Arrays]:
+        backend = from_function(
+            apart.anew(threads), takes=takes_of(subject.backend, subject.target, subject.mode), name=name
+        )
+        return results(dataclasses.replace(subject, backend=backend))
+
+    return anew
 
 
 def _crashed(error: Exception) -> Outcome:

@@ -15,6 +15,12 @@ _POOL = "tf_XLAEigen"  # the name that Linux shows of these threads, in jaxlib 0
 _THREADS = Path("/proc/self/task")
 
 
+def bind(processors: int) -> None:
+    """Bind this process to so many processors, where the system can; before JAX makes its threads."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:processors])
+
+
 def pin_pool() -> int | None:
     """Keep each thread of XLA's CPU pool on a processor of its own, from now on; returns how many there are.
 

@@ -245,9 +245,10 @@ for name in {names}:
     row = "{FILE}:" + name
     cell = Cell(case=case.name, problem=problem_of(case), row=row, target=str(Target.here()), resolved=row,
                 mode="native", exact=True)
-    print(name, work.prepare(cell, None, 2**34, None, True)["outcome"].status)
+    outcome = work.prepare(cell, None, 2**34, None, True)["outcome"]
+    print(name, outcome.status, "unconfined" if work.UNCONFINED in outcome.notes else "confined")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
-    found = dict(map(str.split, done.stdout.splitlines()))
-    expected = "wrong" if apart else "ok"
-    assert found == {name: "ok" if name == "honest" else expected for name in names}, done.stderr
+    found = {name: rest for name, *rest in map(str.split, done.stdout.splitlines())}
+    status, place = ("wrong", "confined") if apart else ("ok", "unconfined")
+    assert found == {name: ["ok" if name == "honest" else status, place] for name in names}, done.stderr

@@ -208,3 +208,8 @@ def test_call_brings_its_arguments_back_as_they_were(tmp_path):
     text = TextFile("some.txt")
     function = call.made(json.loads(json.dumps(call.described(work.write_reference, (case, tmp_path, text, 3)))))
     assert (function.func, function.args) == (work.write_reference, (case, tmp_path, text, 3))
+
+
+def test_call_with_more_arguments_than_its_function_takes_is_refused():
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        call.made(call.described(work.pin_pool, (1,)))
