@@ -16,7 +16,7 @@ from .features import Mode
 from .layout import Layout
 from .spec import AttentionSpec
 from .splash_mask import Masking, visited_blocks
-from .splash_operands import BLOCK_OPTIONS, LANES, blocks_of, is_block, plan_of
+from .splash_operands import BLOCK_OPTIONS, LANES, Blocks, blocks_of, is_block, plan_of
 from .tunable import KernelWork
 from .vendor_kernel import VendorKernel, round_up
 
@@ -88,15 +88,27 @@ def maker(
 
     ``kernel_of(masking, blocks, soft_cap, interpret)`` gives a function of query, key, value, segment ids and sinks.
     """
+    read = reader(name, options)
 
     def make(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, given: dict[str, Any]) -> Plan:
-        given, notes = read_options(name, options, spec, target, given)
-        blocks = blocks_of(name, spec, target, given)
+        blocks, notes = read(spec, target, given)
         masking = Masking.of(spec, *blocks.lengths)
         run = kernel_of(masking, blocks, spec.logits_soft_cap, mode == "interpret")
         return plan_of(spec, layout, blocks.lengths, run, notes)
 
     return make
+
+
+def reader(
+    name: str, options: Mapping[str, str]
+) -> Callable[[AttentionSpec, Target, Mapping[str, Any]], tuple[Blocks, tuple[str, ...]]]:
+    """``VendorKernel.check`` of a splash kernel: the blocks of these options, and whose figures they follow."""
+
+    def read(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> tuple[Blocks, tuple[str, ...]]:
+        checked_options, notes = read_options(name, options, spec, target, given)
+        return blocks_of(name, spec, target, checked_options), notes
+
+    return read
 
 
 def read_options(

@@ -1,6 +1,6 @@
 """The mask of a splash kernel: the visibility that follows from slots alone, as the kernels' block sorting asks for it.
 
-JAX's splash and tokamax's sort the same mask into blocks (``splash_kernel.py``, ``tokamax_splash.py``).
+JAX's splash and tokamax's sort the same mask into blocks (``splash.py``, ``tokamax_splash.py``).
 """
 
 from __future__ import annotations

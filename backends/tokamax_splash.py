@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from . import tokamax_package
 from .features import Mode, Takes
-from .splash_blocks import TUNED_OPTION, SplashKernel, maker
+from .splash_blocks import TUNED_OPTION, SplashKernel, maker, reader
 from .splash_mask import Masking, of_nothing
 from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, reasons_of
 
@@ -79,5 +79,6 @@ TOKAMAX_SPLASH = SplashKernel(
     reasons=reasons_of("tokamax_splash"),
     missing=missing,
     options=OPTIONS,
+    check=reader("tokamax_splash", OPTIONS),
     make=maker("tokamax_splash", OPTIONS, _kernel_of),
 )

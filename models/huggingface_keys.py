@@ -96,7 +96,8 @@ class Fields(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None
     architectures: list[str] | None = None
     attention_suite: OwnFields | None = None  # pyright: ignore[reportInvalidTypeForm]  (made above)
-    # Of some families only (Family.keys), but for the first: a part of Gemma 3's rope_parameters, per layer type.
+    # sliding_rope is no key of the file: _split_rope makes it of Gemma 3's rope_parameters. The others are of some
+    # families only (Family.keys).
     sliding_rope: RopeFields | None = None
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None

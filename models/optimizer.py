@@ -30,7 +30,7 @@ def make_optimizer(
     """
     if name not in get_args(OptimizerName):
         raise ValueError(f"optimizer={name!r} is not known; use one of {', '.join(get_args(OptimizerName))}.")
-    require_positive_real("learning_rate", learning_rate)
+    require_positive_real("learning_rate", float(learning_rate))
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay={weight_decay!r} must be a finite number, at least 0.")
     schedule = optax.schedules.warmup_cosine_decay_schedule(

@@ -122,8 +122,16 @@ def resolve_attention(
     return tuple((kind, resolved(kind)) for kind in config.attention_types)
 
 
+def check_call(call: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword that :class:`Call` does not have."""
+    accepted = Call.__annotations__
+    if unknown := sorted(call.keys() - accepted):
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; a call of a model takes {', '.join(accepted)}.")
+
+
 def planned(config: ModelConfig, call: Call, **problem: Any) -> dict[str, Any]:
     """``resolutions`` and ``options`` of a call, which the functions of ``forward.py`` take by these names."""
+    check_call(call)
     options = call.get("backend_options")
     how: dict[str, Any] = {name: value for name, value in call.items() if name != "backend_options"}
     return {
@@ -135,8 +143,7 @@ def planned(config: ModelConfig, call: Call, **problem: Any) -> dict[str, Any]:
 def _hinted(found: Resolution, options: Mapping[str, Any] | None) -> Resolution:
     """Enables ``values_in_keys`` where the resolved backend supports it; the backend stays the same."""
     hinted = dataclasses.replace(found, spec=dataclasses.replace(found.spec, values_in_keys=True))
-    given = ("native", None) if found.mode == "fallback" else (found.mode, options)
-    return hinted if support(found.backend, hinted.spec, found.target, *given) else found
+    return hinted if support(found.backend, hinted.spec, found.target, *found.mode_and(options)) else found
 
 
 def freeze_options(options: Mapping[str, Any] | None) -> Options:

@@ -28,7 +28,7 @@ from .config import AttentionType, ModelConfig
 from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
 from .loss import token_nats
 from .parameters import Params
-from .planning import Call, Options, Resolutions, freeze_options, planned
+from .planning import Call, Options, Resolutions, check_call, freeze_options, planned
 from .transformer import Transformer, check_tokens
 
 
@@ -44,9 +44,10 @@ def streamed_nats(
 
     The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. ``resolutions`` are those
     of :func:`attnsuite.models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked
-    already; they take the place of those of ``call``, keywords of :class:`attnsuite.models.planning.Call`. Raises
-    ValueError for tokens that do not fit, and CheckpointError as reading does.
+    already. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`, of which only ``backend_options``
+    counts beside ``resolutions``. Raises ValueError for tokens that do not fit, and CheckpointError as reading does.
     """
+    check_call(call)
     config, tokens = checkpoint.config, np.asarray(check_tokens(np.asarray(tokens), checkpoint.config.vocab_size))
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [sequences, 2 or more].")

@@ -85,7 +85,7 @@ class Transformer(nnx.Module):
         """What would compute each attention type of this model, with every rejection and its reason.
 
         ``capacity`` is that of a cache of default dtype that is attended to (decoding: ``length=1``), or None
-        for a full pass.
+        for a full pass. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`.
         """
         dtype = None if capacity is None else default_dtype(self.config)
         problem = {"key_value_length": capacity, "dtype": dtype, "packed": packed, "needs_grad": needs_grad}
@@ -123,9 +123,17 @@ class Transformer(nnx.Module):
         found = planned(self.config, call, batch=batch, query_length=length, packed=packed, needs_grad=needs_grad)
         return compiled_forward(self.config, self.arrays(), tokens, segment_ids, **found)
 
-    def new_cache(self, batch: int, capacity: int, dtype: str | None = None, **pages: int | None) -> KVCache:
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: str | None = None,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> KVCache:
         """An empty cache for this model; arguments as for :meth:`attnsuite.models.cache.KVCache.create`."""
-        return KVCache.create(self.config, batch, capacity, dtype, **pages)
+        return KVCache.create(self.config, batch, capacity, dtype, page_size=page_size, num_pages=num_pages)
 
     def prefill(
         self,
@@ -143,8 +151,9 @@ class Transformer(nnx.Module):
         Logits are ``[batch, length, vocab]``, or with ``last_only`` the ``[batch, vocab]`` of each row's
         last valid token. ``parents`` says that the tokens are a tree that drafts what follows the cached tokens:
         ``parents[i]`` is the index of the token before token i, or -1 (:class:`attnsuite.backends.masks.Tree`).
-        :func:`attnsuite.models.speculation.keep` then keeps a path. ``call`` are keywords of a call, as above. The
-        given cache is donated. Raises ValueError where the tokens do not fit.
+        :func:`attnsuite.models.speculation.keep` then keeps a path. ``call`` are the keywords of
+        :class:`attnsuite.models.planning.Call`. The given cache is donated. Raises ValueError where the tokens do not
+        fit.
         """
         tokens = check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
@@ -177,7 +186,7 @@ class Transformer(nnx.Module):
     def decode(self, tokens: Any, cache: KVCache, **call: Unpack[Call]) -> tuple[Float[Array, "batch vocab"], KVCache]:
         """Logits ``[batch, vocab]`` behind one more token per row (``[batch]`` or ``[batch, 1]``), and the cache.
 
-        ``call`` are keywords of a call, as above. The cache is donated.
+        ``call`` are the keywords of :class:`attnsuite.models.planning.Call`. The cache is donated.
         """
         tokens = jnp.asarray(tokens)
         tokens = tokens[:, None] if tokens.ndim == 1 else tokens

@@ -17,11 +17,14 @@ _SECONDS = 300.0
 _WIDTH = 79
 
 
-def examine_here() -> dict[str, Any]:
-    """Examine in a process of its own, so that a backend may crash or hang there. Raises InputError."""
-    with Worker(psutil.virtual_memory().total) as worker:
+def examine_here(seconds: float = _SECONDS, memory: int | None = None) -> dict[str, Any]:
+    """Examine in a process of its own, so that a backend may crash or hang there. Raises InputError.
+
+    ``memory`` is its limit in bytes; None: the machine's.
+    """
+    with Worker(memory or psutil.virtual_memory().total) as worker:
         try:
-            return worker.ask(_SECONDS, examine)
+            return worker.ask(seconds, examine)
         except CellFailure as failure:
             raise jax_does_not_start(failure) from failure
 

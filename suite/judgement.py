@@ -32,7 +32,7 @@ def new_judgement(
     required: Sequence[str] = (),
     interpret: bool = False,
 ) -> RunGrid:
-    """The grid of these flags: verdicts and named problems that match, then random ones, all drawn by ``seed``.
+    """The grid of these flags: verdicts and named problems that match, then random ones; ``seed`` draws problems.
 
     What a gate requires is among them. Raises InputError.
     """

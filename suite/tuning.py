@@ -96,7 +96,7 @@ class TuneGrid(Grid):
 
     def look(self) -> tuple[Environment, list[Cell]]:
         """What this machine is, and its cells. Raises InputError."""
-        found = examine_here()["environment"]
+        found = examine_here(self.limits.seconds, self.limits.memory)["environment"]
         target = self._target(found)
         return found, [cell_of(case, name, target, self) for case in self.cases for name in self.backends]
 

@@ -22,7 +22,7 @@ from ..contract import AttentionSpec, Carry, Layout, Plan
 from ..dealing import MeshAxes
 from ..derivatives import forward_only
 from ..devices import Target
-from ..features import Mode, Takes
+from ..features import INSTEAD, Mode, Takes
 from ..resolve import resolve
 from . import steps, tuning, xla
 from .backward import Attend, differentiable
@@ -33,7 +33,6 @@ from .selection import Places, Selection, with_own
 from .selection import select as select_by
 from .settings import Kernel, Settings, Tiling
 
-_INSTEAD = "use backend='chunked'"
 _PALLAS_PLATFORMS = ("tpu", "cuda")
 
 
@@ -389,7 +388,7 @@ def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mod
         yield from kernels_of(kernel, target).refuses(spec, settings, target)
     except ImportError as error:
         name = "flash_cpu" if kernel == "flash_cpu" else "Pallas"
-        yield f"kascade's {name} kernels do not load here ({error}); {_INSTEAD}."
+        yield f"kascade's {name} kernels do not load here ({error}); {INSTEAD}."
 
 
 def _sharding_reasons(settings: Settings, spec: AttentionSpec) -> Iterator[str]:
@@ -409,7 +408,7 @@ def _position_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield (
             f"an array of explicit positions with query_length={spec.query_length} is not supported by kascade "
             "(accepted: those of new tokens behind a cache, which are consecutive, with key_value_seq_lengths); "
-            f"{_INSTEAD}."
+            f"{INSTEAD}."
         )
 
 

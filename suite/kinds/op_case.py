@@ -19,7 +19,7 @@ OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The problem of an attention call, alone or in a block."""
+    """The problem of an attention call, alone or in a block; its fields mean what :class:`OpCase` says."""
 
     kind: str
     sequence: Count

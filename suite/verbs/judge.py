@@ -28,7 +28,7 @@ class Judge(OnFleet):
     first: Annotated[int, flag("NUMBER")] = 0
     """Number of the first random problem."""
     seed: Annotated[int | None, flag("SEED", "another each time for a function of yours, else 0")] = None
-    """Seed of all arrays and of the random problems."""
+    """Seed of the random problems, and of the arrays of the named ones."""
     require: Annotated[str | None, flag("VERDICTS")] = None
     """Verdicts, separated by commas, that have to be yes: deterministic, batch_invariant, isolates, symmetric."""
     interpret: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

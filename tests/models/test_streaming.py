@@ -48,6 +48,14 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path):
         streamed_nats(open_checkpoint(tmp_path), TOKENS)
 
 
+def test_keyword_beside_resolutions_that_a_call_does_not_have_is_refused(tmp_path):
+    model = Transformer(CONFIGS["layernorm"])
+    save(model, tmp_path)
+    found = tuple(model.resolutions(1, 16, needs_grad=False, backend="standard").items())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bakend'"):
+        streamed_nats(open_checkpoint(tmp_path), TOKENS, resolutions=found, bakend="chunked")
+
+
 def test_streaming_notices_a_layer_that_is_not_its_own(tmp_path):
     shipped = load_shipped()
     params = shipped.arrays()

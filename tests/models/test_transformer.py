@@ -176,3 +176,10 @@ def test_every_call_of_a_model_takes_a_policy():
     for call in calls:
         with pytest.raises(ValueError, match=r"policy 'nowhere.json' cannot be read"):
             call(policy="nowhere.json")
+
+
+@pytest.mark.parametrize("keyword", ["dtype", "target", "key_value_length", "options", "bakend"])
+def test_keyword_that_a_call_does_not_have_is_refused(keyword):
+    """Those of ``resolve_attention`` among them: they would resolve another problem than is computed."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'; a call of a model takes backend, "):
+        model()(np.zeros((1, 4), int), **{keyword: "float16"})

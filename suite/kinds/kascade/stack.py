@@ -21,7 +21,7 @@ from .methods import KERNELS, METHODS, KascadeKernel, rows_of, settings_of
 from .words import timed_words
 
 StackKind = Literal["kascade_prefill", "kascade_decode"]
-_PARTS = ("anchor_layer", "reuse_layer")
+PARTS = ("anchor_layer", "reuse_layer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Stacks(Kind):
     def rows(self, case: StackCase) -> tuple[str, ...]:
         """Dense and Kascade's rows; for a single layer its parts."""
         names = rows_of(case.kind)
-        whole = ("dense", *_PARTS) if case.layers == 1 else tuple(name for name in names if name not in _PARTS)
+        whole = ("dense", *PARTS) if case.layers == 1 else tuple(name for name in names if name not in PARTS)
         return tuple(name for name in names if name in whole and (case.by_token or name != "kascade_token"))
 
     def told(self, case: StackCase, words: Mapping[str, Any]) -> StackCase:

@@ -24,7 +24,7 @@ from ...measure.judge import as_model_error
 from ...measure.program import Program
 from ...record import TensorError
 from .methods import KERNELS, settings_of
-from .stack import StackCase, schedule_of, stack_spec
+from .stack import PARTS, StackCase, schedule_of, stack_spec
 
 DISTINCT = 4  # pairs of keys and values
 JUDGED_LENGTH = 512
@@ -37,7 +37,6 @@ INTERPRETED = (
     f"the kernel was executed by an interpreter, for its numbers alone: {INTERPRETED_LAYERS} layers at "
     f"sequence={INTERPRETED_LENGTH} with everything selected."
 )
-_PARTS = ("anchor_layer", "reuse_layer")
 
 
 def settings(case: StackCase, method: str) -> Settings:
@@ -95,7 +94,7 @@ def figures(case: StackCase, method: str) -> dict[str, float]:
     if method == "dense" or plan_notes(case, method):
         return {"kept_pairs": 1.0, "flops": 1.0}
     kept = kept_fraction(spec, chosen, len(chosen.schedule.layers) if chosen.schedule else 1)
-    if method in _PARTS:
+    if method in PARTS:
         return {"kept_pairs": kept.reuse, "flops": kept.reuse if method == "reuse_layer" else kept.anchor}
     return {"kept_pairs": kept.pairs, "flops": kept.flops}
 
