@@ -1,6 +1,7 @@
 """The columns of a measured cell, each declared once: its name, its header and unit, and how it is read.
 
-Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line here and a field of the record.
+Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line of
+``_FIGURES`` and a field of the record.
 """
 
 from __future__ import annotations

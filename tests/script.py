@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 
-def run(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What the script wrote, and its exit code; ``words`` are its arguments."""
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What the script wrote, and its exit code."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, "-c", script, *words],
+        [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
         text=True,

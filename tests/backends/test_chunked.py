@@ -140,7 +140,7 @@ def test_scores_are_computed_only_for_blocks_in_which_something_is_visible(monke
 def test_another_process_gives_the_same_bits():
     script = """
 import hashlib, jax, numpy as np
-from attnsuite.testing import cases, problems
+from attnsuite.testing import problems
 from attnsuite.testing.checks import compiled
 from attnsuite.backends import Target, registry
 results = compiled(registry.get("chunked"), problems.problem("causal-1000-bfloat16"), Target.here())(

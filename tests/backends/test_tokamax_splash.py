@@ -37,7 +37,16 @@ def installed(monkeypatch):
     monkeypatch.setattr(tokamax_package, "missing", lambda *_: ())
 
 
+@pytest.fixture
+def kernels_made_anew():
+    """Kernels of before and of after the test are not its own."""
+    tokamax_splash._kernel_of.cache_clear()
+    yield
+    tokamax_splash._kernel_of.cache_clear()
+
+
 @needs_tokamax
+@pytest.mark.usefixtures("kernels_made_anew")
 def test_why_exponentials_are_in_base_e(monkeypatch):
     """In base 2, tokamax's default, the kernel multiplies a bfloat16 query by log2(e) and rounds it once more."""
     problem = problems.problem("big-logits-bfloat16")

@@ -1,10 +1,12 @@
 import dataclasses
 from functools import partial
 
+import jax
 import pytest
 
 from attnsuite.models import ModelConfig, RopeScaling
 from attnsuite.models.other_names import _NONE, _OF_THE_CALL, _OURS
+from attnsuite.models.parameters import count_parameters, initialise
 
 LATENT = {
     "attention": ("latent", "global"),
@@ -13,6 +15,28 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 14,
 }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"use_rope": False},
+        {"use_rmsnorm": False},
+        {"use_swiglu": False},
+        {"qkv_bias": True, "num_kv_heads": 1},
+        {"output_bias": True},
+        {"qk_norm": True, "head_dim": 24},
+        LATENT,
+        LATENT | {"q_lora_rank": 3, "output_bias": True},
+    ],
+    ids=str,
+)
+def test_num_parameters_counts_what_is_initialised(overrides):
+    config = ModelConfig.from_preset("debug", **overrides)
+    params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == count_parameters(config)
 
 
 def test_derived_fields_follow_overrides_of_a_preset():

@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Target
+from attnsuite.backends import Plan, Registry, Target, registry
 from attnsuite.backends.kascade import (
+    KASCADE,
     Calibration,
     Schedule,
+    Selection,
+    Settings,
     dynamic_programming,
     greedy,
     layer_similarity,
@@ -110,6 +114,49 @@ def test_a_swapped_head_map_fails(model, batch):
     layers = [dataclasses.replace(x, head_map=(1, 0)) if x.role == "reuse" else x for x in GOOD.layers]
     assert 0.1 < recall(model, batch, Schedule(tuple(layers))) < 0.75
     assert recall(model, batch, Schedule(tuple(layers)), ablation="no_remap") == 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tampered:
+    """Kascade whose reuse layers are handed another selection than the anchor made."""
+
+    name: str
+    needles: tuple[tuple[int, ...], ...]
+    exact: bool = False
+
+    def takes(self, target, mode):
+        return KASCADE.takes(target, mode)
+
+    def plan(self, spec, layout, *, target, mode="native", options=None):
+        inner = KASCADE.plan(spec, layout, target=target, mode=mode, options=options)
+        settings = Settings(**options)
+
+        def attend(query, key, value, layer, carry):
+            if settings.schedule.layers[layer].role != "reuse":
+                return inner.run(query, key, value, layer=layer, carry=carry)
+            handed = getattr(self, f"_{self.name}")(carry)
+            return inner.run(query, key, value, layer=layer, carry=handed)[0], carry
+
+        return Plan(attend)
+
+    def _stale(self, carry):
+        """What the query tile before had selected."""
+        return jax.tree.map(lambda x: jnp.pad(x[:, :, :-1], ((0, 0), (0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 3)), carry)
+
+    def _dropped(self, carry):
+        """All that was selected but the units that hold a needle."""
+        needles = jnp.asarray(self.needles)[:, None, None, None]
+        kept = ~(carry.selected[..., None] == needles).any(-1) & (carry.selected >= 0)
+        order = jnp.argsort(~kept, axis=-1, stable=True)
+        chosen = jnp.take_along_axis(jnp.where(kept, carry.selected, -1), order, axis=-1)
+        return Selection(chosen, kept.sum(-1).astype(jnp.int32))
+
+
+@pytest.mark.parametrize(("name", "most"), [("stale", 0.75), ("dropped", 0.4)])
+def test_a_selection_that_is_not_the_anchors_fails(model, batch, monkeypatch, name, most):
+    monkeypatch.setattr(registry, "DEFAULT", Registry())
+    registry.register(Tampered(name, tuple(map(tuple, (batch.needle_positions // TILE).tolist()))))
+    assert 0.1 < recall(model, batch, backend=name) < most
 
 
 def test_calibration_sees_the_circuit(measured):

@@ -411,6 +411,16 @@ def test_a_dtype_that_no_weight_of_meta_has_is_refused_by_name(dtype, tmp_path):
         load(tmp_path)
 
 
+def test_a_weight_of_meta_that_is_not_finite_is_refused_by_name(tmp_path):
+    state = meta_state()
+    state["layers.1.feed_forward.w2.weight"][0, 0] = torch.nan
+    write_meta(tmp_path, state, META)
+    with pytest.raises(
+        CheckpointError, match=r"'model.layers.1.mlp.down_proj.weight' in consolidated.00.pth holds NaN"
+    ):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_every_key_that_transformers_writes_or_reads_is_known_here(family):
     """What a new release of transformers reads and this package passes over fails here."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from attnsuite import reports
 from attnsuite.reports.cells import group
 from attnsuite.reports.plot import Square, draw
 from attnsuite.reports.winners import winners
@@ -77,3 +78,12 @@ def test_cell_with_wrong_numbers_wins_nothing(case, record):
     wrong = [record("cudnn", status="wrong", samples=tuple(FAST), case=r.case, problem=r.problem) for r in grid]
     (found,) = winners(group([*grid, *wrong]))[0].panels
     assert "cudnn" not in {name for square in found.squares for name in (square.winner, square.rival)}
+
+
+def test_map_is_on_both_pages_and_drawn_the_same_each_time(grid, write_run):
+    reports.render(folder := write_run(*grid))
+    drawn = (folder / "winners.svg").read_bytes()
+    reports.render(folder)
+    assert (folder / "winners.svg").read_bytes() == drawn
+    assert "](winners.svg)" in (folder / "report.md").read_text(encoding="utf-8")
+    assert 'alt="Fastest exact backend of each case"' in (folder / "report.html").read_text(encoding="utf-8")

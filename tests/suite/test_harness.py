@@ -240,7 +240,7 @@ def aime(text, answer):
 
 
 def task_of(root, file, *items):
-    """The harness's own task ``file`` on lines of its benchmark, as docs/kascade.md says."""
+    """The harness's own task ``file`` on lines of its benchmark, as docs/llama.md says."""
     name = Path(file).stem
     lines = [json.dumps(item).replace('"input":', '"question":', 1) for item in items]
     (root / f"{name}.jsonl").write_text("\n".join(lines))
