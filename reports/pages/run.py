@@ -289,7 +289,7 @@ SECTIONS: tuple[_Sections, ...] = (
         short=True,
     ),
     one_model,
-    _own(of_kascade.guides),
+    lambda shown: of_kascade.guides(shown.every),
     in_short,
     section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
     _own(of_kascade.gate),

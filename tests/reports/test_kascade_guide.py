@@ -7,6 +7,7 @@ from attnsuite.reports.cells import group
 from attnsuite.reports.kascade.guide import figures
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.kascade.guide import NAME, guide_cases
+from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.record import TensorError
 
 CASES = {
@@ -31,13 +32,19 @@ def rows(record):
                 "nll": tuple(x + shift * (1 + 0.01 * (i % 3)) for i, x in enumerate(DENSE)),
                 "standard_nll": DENSE,
             }
-            quality = {"perplexity": 4.0 + shift, "kept_pairs": 0.423, "flops": 0.692}
+            quality = {"perplexity": 4.0 + shift, "kept_pairs": 0.423, "flops": 0.692, "reuse_layers": 0.625}
             records.append(
                 cell("guide-1b-prefill", row, quality=quality, series=series, samples=(), notes=("schedule",))
             )
         error = TensorError(max_error=2e-7, rms_error=1e-8, standard_error=0.0, allowed=1.5e-5, passed=True)
         for row, time in (("dense", 0.1), ("kascade_flash_cpu", seconds)):
             records.append(cell("guide-stack-512", row, samples=(time,) * 7, accuracy={"out": error}))
+        blocks = {"samples": (), "notes": ("block_q=16, in tiles of 16 keys.",), "mode": "interpret"}
+        records.append(cell("guide-stack-512", "kascade_pallas", accuracy={"out": error}, **blocks))
+        case = ModelCase(kind="model_prefill", model="text", sequence=512)
+        for row, time in (("standard", 0.2), ("flash_cpu", 0.1), ("kascade", 0.3)):
+            records.append(record(row, suite=NAME, case="prefill", kind=case.kind, problem=problem_of(case),
+                                  exact=row != "kascade", samples=(time,) * 7))  # fmt: skip
         found = figures(group(records))
         return {row["figure"]: row["here"] for row in found.rows}
 
@@ -48,9 +55,13 @@ def test_each_figure_stands_beside_the_measured_one(rows):
     found = rows()
     assert found["perplexity 752,570.5"] == "dense 4.00, Kascade 4.02, per token"
     assert found["0% degradation"].startswith("0.0202 [0.0201, 0.0203] nats per byte lost")
-    assert found["63% sparsity"] == "42.3% of the pairs kept, 69.2% of the FLOPs"
+    assert found["63% sparsity"] == "62.5% of the layers reuse; 42.3% of the pairs kept, 69.2% of the FLOPs"
     assert found["its schedule"] == "schedule"
-    assert found["max diff < 1e-03 at 512 tokens"] == "kascade_flash_cpu 2.00e-07 (allowed 1.50e-05)"
+    assert found["max diff < 1e-03 at 512 tokens"].startswith("kascade_flash_cpu 2.00e-07 (allowed 1.50e-05)")
+    assert found["blocks of 512 queries, 256 and 128 keys"] == "block_q=16, in tiles of 16 keys."
+    prefill = found["its dense baseline"]
+    assert prefill.startswith("the model's prefill relative to flash_cpu's: standard 2.00")
+    assert "kascade 3.00" in prefill
     assert found["max diff < 1e-03 at 128 tokens"] == "no kernel here"
 
 
