@@ -82,7 +82,8 @@ class FlashCpuKernels(Kernels):
             seen = self._seen(places)
             mass, out = self._calls.decode_mass(query, swap(key), swap(value), seen, self.tiling.unit)
             return mass[:, :, None], out
-        found = self._run("mass", places, query=query, key=key, **({} if value is None else {"value": value}))
+        arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
+        found = self._run("mass", places, arrays)
         return found["mass"], found.get("out")
 
     def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
@@ -90,11 +91,12 @@ class FlashCpuKernels(Kernels):
         if is_decode(self.spec) and self.tiling.query_tiles == 1:
             cache, seen = (swap(key), swap(value)), self._seen(places)
             return self._calls.decode_listed(query, *cache, seen, listed[:, :, 0], self.tiling.unit)
-        return self._run("listed", places, query=query, key=key, value=value, listed=listed)["out"]
+        return self._run("listed", places, {"query": query, "key": key, "value": value, "listed": listed})["out"]
 
     def keeping(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> tuple[Array, Any]:
         """As :meth:`Kernels.keeping`: an output that is not rounded, and the maximum and sum of every row."""
-        kept = self._run("listed", places, unrounded=True, query=query, key=key, value=value, listed=listed)
+        operands = {"query": query, "key": key, "value": value, "listed": listed}
+        kept = self._run("listed", places, operands, unrounded=True)
         return kept["out"].astype(query.dtype), kept
 
     def gradients(
@@ -108,7 +110,7 @@ class FlashCpuKernels(Kernels):
         return found["d_query"], found["d_key"], found["d_value"]
 
     def _run(
-        self, units: Literal["listed", "mass"], places: Places, *, unrounded: bool = False, **arrays: Array
+        self, units: Literal["listed", "mass"], places: Places, arrays: dict[str, Array], *, unrounded: bool = False
     ) -> dict[str, Array]:
         """The results of one of the kernels for several query tiles."""
         v_dim = arrays["value"].shape[-1] if "value" in arrays else 0
