@@ -119,7 +119,7 @@ _BROKEN_MODEL = (
     "exp of the loss of one token, by a model worse than chance: a uniform guess over Llama 3's 128,256 tokens has "
     "128,256. Its weights had gate and up swapped, and RoPE no scaling."
 )
-_LAYERS_COUNTED = "It counts layers that reuse. Pairs and FLOPs are other numbers."
+_LAYERS_COUNTED = "It counts the layers that reuse, 10 of 16. Pairs and FLOPs are other numbers."
 _OWN_TILE = "Each tile of queries has its own tile besides, and the first layer is dense."
 _OWN_CALIBRATION = "Made from the calibration of this model, by the guide's own rule."
 _ONE_BLOCK = (
