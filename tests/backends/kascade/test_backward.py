@@ -218,9 +218,10 @@ def test_a_gradient_through_a_stack_of_layers_and_a_checkpoint():
     assert float(jnp.abs(gradient).max()) > 0
 
 
-def packed_loss(query, ids, problem):
+def packed_loss(query, ids, problem, kernel):
     call = {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids}
-    return attention(query, *problem.inputs[1:], backend="kascade", backend_options=OPTIONS, **call).sum()
+    options = OPTIONS | {"kernel": kernel}
+    return attention(query, *problem.inputs[1:], backend="kascade", backend_options=options, **call).sum()
 
 
 @both
@@ -243,13 +244,14 @@ def test_a_layout_may_be_an_argument_of_the_compiled_function(schedule, kernel):
     np.testing.assert_allclose(again, known, rtol=1e-5, atol=1e-5)
 
 
-def test_float32_with_x64_enabled():
+@both
+def test_float32_with_x64_enabled(kernel):
     problem = sparse(SETTINGS, layout=packed(4, 40, 2, 40, -1, 16))
     ids = problem.layout.query_segment_ids
     with jax.enable_x64(new_val=True):
-        gradient = jax.jit(jax.grad(lambda query, ids: packed_loss(query, ids, problem)))(problem.query, ids)
+        gradient = jax.jit(jax.grad(lambda query, ids: packed_loss(query, ids, problem, kernel)))(problem.query, ids)
     assert gradient.dtype == np.float32
-    narrow = jax.jit(jax.grad(lambda query, ids: packed_loss(query, ids, problem)))(problem.query, ids)
+    narrow = jax.jit(jax.grad(lambda query, ids: packed_loss(query, ids, problem, kernel)))(problem.query, ids)
     np.testing.assert_allclose(gradient, narrow, rtol=1e-5, atol=1e-5)
 
 
