@@ -36,6 +36,7 @@ PAGES = {
     "cpu-amd-epyc-kascade-finetune": (),
     "cpu-intel-xeon-kascade-flash-cpu": (),
     "cpu-intel-xeon-kascade-guide": (),
+    "cpu-intel-xeon-kascade-guide-1b": (),
 }
 
 
