@@ -227,7 +227,10 @@ class ModelConfig:
         accepted = get_args(AttentionType)
         if not isinstance(types, tuple | list) or any(kind not in accepted for kind in types):
             wrong = next((kind for kind in types if kind not in accepted), given) if isinstance(types, tuple) else given
-            raise ValueError(f"attention={wrong!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.")
+            hint = "" if wrong != "kascade" else ' Kascade is a backend: model(tokens, backend="kascade").'
+            raise ValueError(
+                f"attention={wrong!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.{hint}"
+            )
         if len(types) != self.num_layers:
             raise ValueError(f"attention names {len(types)} layers, but num_layers={self.num_layers}.")
         object.__setattr__(self, "attention", tuple(types))
@@ -295,8 +298,10 @@ class ModelConfig:
         return self.experts_per_token  # pyright: ignore[reportReturnType]  (checked in __post_init__)
 
     @staticmethod
-    def from_preset(name: str, **overrides: Any) -> ModelConfig:
+    def from_preset(name: str = "", **overrides: Any) -> ModelConfig:
         """The preset of that name with some fields replaced. Raises ValueError listing the names that exist."""
+        if not name:
+            _check_names(overrides)
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}.")
         return ModelConfig(**{**PRESETS[name], **overrides})

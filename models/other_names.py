@@ -51,6 +51,11 @@ _NONE = {
     "dropout_rate": "there is no dropout here",
     "attention_dropout": "there is no dropout here",
     "hidden_dim": "hidden_dim is hidden_size in some places and intermediate_size in others; say which",
+    **dict.fromkeys(
+        ("use_lora", "lora_rank", "lora_alpha"),
+        "LoRA is added to a model, by attnsuite.models.lora or attnsuite train --lora-rank 8",
+    ),
+    "preset": 'the preset comes first: ModelConfig.from_preset("tiny", ...)',
     "max_batch_size": "a cache has its batch from model.new_cache(batch, capacity)",
 }
 

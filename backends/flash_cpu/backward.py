@@ -47,7 +47,7 @@ def phases(module: ir.Module, isa: Isa, kernel: Kernel, state: State) -> tuple[P
     write = emit_write(module, buffers, state)
     sets = _sets if kernel.arrays.bias else lambda dims: dims["B"] * dims["K"]
     columns = _emit_columns(module, buffers, state, write)
-    add = _emit_add(module, buffers, state, write)
+    add = emit_add(module, buffers, state, write)
     return (
         Phase(lambda dims: sets(dims) * dims["P"], columns),
         Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims) * buffers.several(dims), add),
@@ -70,7 +70,7 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
         else None
     )
     load_block = emit_load_block(module, buffers, state)
-    step = _emit_step(module, buffers, state)
+    step = emit_step(module, buffers, state)
     store = emit_store_block(module, buffers, state)
     tile_terms = BLOCK_ROWS * buffers.width
     keep = rows.copy_row(module, buffers.isa, "keep_d_query", "float32", tile_terms)
@@ -87,10 +87,9 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
             panel = e.min(count - first, most)
             with e.loop(0, panel) as i:
                 tile = tiles.at(i * tile_size)
-                start = (first + i) * BLOCK_ROWS
-                e.run(load_tile, s, w, tile, head, start)
+                e.run(load_tile, s, w, tile, head, first + i)
                 if find_rows is not None:
-                    real = e.min(dims["T"] * (dims["N"] // dims["K"]) - start, BLOCK_ROWS)
+                    start, real = buffers.rows_of(e, dims, first + i)
                     of_rows = tile.at(of_tile["added_rows"])
                     e.run(find_rows, s, head // dims["K"], head % dims["K"], start, real, of_rows)
             with e.loop(part, blocks(dims), parts) as n:
@@ -133,7 +132,7 @@ def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: 
     return e.function
 
 
-def _emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``step(state, workspace, tile, gradients, numbers, slot)``: a tile of rows against the block of keys at slot."""
     isa, kernel, n, pack = buffers.isa, buffers.kernel, BLOCK_ROWS, buffers.pack
     width, value_width = buffers.width, buffers.value_width
@@ -184,7 +183,7 @@ def _emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     return e.function
 
 
-def _emit_add(module: ir.Module, buffers: Buffers, state: State, write: ir.Function) -> ir.Function:
+def emit_add(module: ir.Module, buffers: Buffers, state: State, write: ir.Function) -> ir.Function:
     """``item(state, workspace, index)``: one tile of dq, the sum of its parts in their order."""
     tile = BLOCK_ROWS * buffers.width
     type_ = vector(f32, buffers.isa.lanes)

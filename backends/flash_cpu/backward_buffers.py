@@ -6,7 +6,7 @@ from typing import Any
 
 from . import masking, rows
 from .added import Added
-from .emit import aligned
+from .emit import Function, Value, aligned
 from .forward import SUMS, Kernel
 from .handler import Dims, Operand
 from .isa import Isa
@@ -54,10 +54,13 @@ class Buffers:
     A product sums over its operands' rows (queries, keys) or along them (the head dimension). Where a term is a pair of
     bfloat16 numbers, these are two layouts: ``key`` and ``key_joined``; ``query`` of the block, which a tile is joined
     from, and of the tile.
+
+    ``listed``: of a kernel whose query tiles have lists of keys (``sparse_backward.py``). A panel is a query tile.
     """
 
-    def __init__(self, isa: Isa, kernel: Kernel) -> None:
+    def __init__(self, isa: Isa, kernel: Kernel, *, listed: bool = False) -> None:
         self.isa, self.kernel, self.pack = isa, kernel, isa.pack(kernel.dtype)  # numbers of a term
+        self.listed = listed
         # A row of keys or queries, and one of values or cotangents: its numbers, and its terms, in whole vectors.
         self.width, self.value_width = (rows.padded(n, isa) for n in (kernel.head_dim, kernel.value_head_dim))
         self.key_terms, self.value_terms = (
@@ -75,6 +78,7 @@ class Buffers:
             by_key=paired * keys // 2 * n * 4,
             position=keys * 4,
             key_id=keys * 4,
+            slots=keys * 4 * listed,
             records=masking.RECORD * (1 + keys // isa.strip),
             query=paired * n * self.key_terms * 4,
             d_out=paired * n * self.value_terms * 4,
@@ -96,10 +100,23 @@ class Buffers:
 
     def tiles(self, dims: Dims) -> Any:
         """Tiles of rows of one KV head."""
+        if self.listed:
+            return dims["I"] * self.panel(dims)
         return (dims["T"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+
+    def rows_of(self, e: Function, dims: Dims, n: Value) -> tuple[Value, Value]:
+        """The first row of tile ``n`` of a KV head, and how many it has; none where a short query tile has fewer."""
+        group = dims["N"] // dims["K"]
+        if not self.listed:
+            return n * BLOCK_ROWS, e.min(dims["T"] * group - n * BLOCK_ROWS, BLOCK_ROWS)
+        within, of_tile = n % self.panel(dims) * BLOCK_ROWS, dims["Q"] * group
+        start = n // self.panel(dims) * of_tile + within
+        return start, e.min(e.min(of_tile - within, dims["T"] * group - start), BLOCK_ROWS)
 
     def panel(self, dims: Dims) -> Any:
         """Tiles of a panel; a head's panels are as equal as can be."""
+        if self.listed:
+            return (dims["Q"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
         count = self.tiles(dims)
         panels = (count + (PANEL_TILES - 1)) // PANEL_TILES
         return (count + (panels - 1)) // panels
@@ -117,9 +134,9 @@ class Buffers:
         return dims["B"] * dims["K"] * dims["P"] * self.gradient_bytes(dims) * self.several(dims)
 
     def worker_bytes(self, dims: Dims) -> Any:
-        """The block, a panel, and the gradients of a part's keys."""
+        """The block, a panel, and the gradients of a part's keys; where keys are listed, also those of a block."""
         keys = (blocks(dims) + (dims["P"] - 1)) // dims["P"]
-        return self.panel(dims) * self.tile[1] + self.block[1] + keys * self.gradients[1]
+        return self.panel(dims) * self.tile[1] + self.block[1] + (keys + int(self.listed)) * self.gradients[1]
 
 
 def _places(**sizes: int) -> tuple[dict[str, int], int]:

@@ -20,7 +20,7 @@ from .visibility import NO_KEY
 
 
 def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
-    """``load_tile(state, workspace, tile, head, start)``: queries and cotangents, also transposed, and their numbers.
+    """``load_tile(state, workspace, tile, head, n)``: queries and cotangents, also transposed, and their numbers.
 
     Rows that see nothing, or something that is not finite (their sum is NaN), are packed as zeros, whatever they hold.
     """
@@ -37,11 +37,11 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
     joins = [rows.join(module, isa, f"join_{name}", wide) for name, wide in widths.items() if pack == 2]
     fill = rows.fill(module, isa)
     numbers = emit_row_numbers(module, isa, state)
-    with Function(module, "load_tile", [ptr, ptr, ptr, i64, i64]) as (e, (s, w, tile, head, start)):
+    with Function(module, "load_tile", [ptr, ptr, ptr, i64, i64]) as (e, (s, w, tile, head, index)):
         dims = state.dims(s)
         heads = dims["N"]
         group, batch = heads // dims["K"], head // dims["K"]
-        count = e.min(dims["T"] * group - start, n)
+        start, count = buffers.rows_of(e, dims, index)
         pointer = {x: state.pointer(s, f"data:{x}") for x in ("query", "d_out", "out", "top", "total", "d_lse")}
         per_query = tile.at(at["numbers"])
         joined = tile.at(at["query"]), tile.at(at["d_out"])
@@ -78,7 +78,8 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
 def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``load_block(state, workspace, head, start)``: a block of keys and values, and its bounds.
 
-    A key and its value are packed as zeros if either is not finite: no row with a gradient sees them.
+    Where keys are listed, those in the slots of the block (-1: none) instead of those from ``start`` on. A key and its
+    value are packed as zeros if either is not finite: no row with a gradient sees them.
     """
     isa, kernel, at, pack = buffers.isa, buffers.kernel, buffers.block[0], buffers.pack
     size = elements.SIZE[kernel.dtype]
@@ -99,8 +100,9 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
         row = batch // (dims["B"] // dims["C"])
         positions, ids = (state.pointer(s, f"data:{x}").at(row * length, 4) for x in ("position", "key_id"))
         with e.loop(0, BLOCK_KEYS) as j:
-            slot = e.min(start + j, length - 1)
-            name = e.select(start + j < length, ids.at(slot, 4).load(i32), NO_KEY)
+            wanted = w.at(at["slots"]).at(j, 4).load(i32).integer(i64) if buffers.listed else start + j
+            slot = e.max(e.min(wanted, length - 1), 0)
+            name = e.select((wanted >= 0) & (wanted < length), ids.at(slot, 4).load(i32), NO_KEY)
             w.at(at["position"]).at(j, 4).store(positions.at(slot, 4).load(i32))
             w.at(at["key_id"]).at(j, 4).store(name)
             place = (batch * length + slot) * heads + head % heads
@@ -146,10 +148,10 @@ def emit_write(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     write_row = rows.write_row(module, isa, "write_d_query", kernel.out_dtype, kernel.head_dim)
     with Function(module, "write", [ptr, ptr, i64, i64]) as (e, (s, source, head, tile)):
         dims = state.dims(s)
-        heads, kv_heads, start = dims["N"], dims["K"], tile * BLOCK_ROWS
-        group = heads // kv_heads
+        heads, kv_heads = dims["N"], dims["K"]
+        group, (start, count) = heads // kv_heads, buffers.rows_of(e, dims, tile)
         scale = state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32)
-        with e.loop(0, e.min(dims["T"] * group - start, BLOCK_ROWS)) as i:
+        with e.loop(0, count) as i:
             place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], heads)
             target = state.pointer(s, "data:d_query").at(place * kernel.head_dim, size)
             e.run(write_row, source.at(i * width, 4), target, scale)

@@ -163,16 +163,16 @@ class Calls:
         names = ("d_query", "d_key", "d_value", *(name for name, there in learned.items() if there))
         kernel = self.adding(extra)
         if any(learned.values()):  # all sequences add to one gradient
-            found = self._gradients(kernel, arrays)
+            found = self.gradients("backward", kernel, arrays)
             return tuple(found[name] for name in names)
 
         def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
-            return calls._gradients(kernel, arrays)
+            return calls.gradients("backward", kernel, arrays)
 
         return self._by_shares(compute, arrays, *names)
 
-    def _gradients(self, kernel: Kernel, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """:meth:`backward` on one device; ``d_slope`` is the gradient of ALiBi's slopes."""
+    def gradients(self, kind: str, kernel: Any, arrays: Mapping[str, Array], **sizes: int) -> dict[str, Array]:
+        """The results of a backward kernel on one device; ``d_slope`` is the gradient of ALiBi's slopes."""
         dtype, out, d_out, d_lse = arrays["query"].dtype, *(arrays[name] for name in ("out", "d_out", "d_lse"))
         if out.dtype != dtype:
             lost = rounding_error(out, dtype)
@@ -183,7 +183,7 @@ class Calls:
         bias, aliases = arrays.get("bias"), {}
         if bias is not None:  # the kernel adds to zeros, where they lie
             given["zeros"], aliases = jnp.zeros(bias.shape, jnp.float32), {"zeros": "d_bias"}
-        found = self.call("backward", kernel, given, aliases=aliases, P=self._parts(bias))
+        found = self.call(kind, kernel, given, aliases=aliases, P=self._parts(bias), **sizes)
         return found | {"d_slope": -found["d_slope"].sum((0, 1, 3))} if "alibi" in arrays else found
 
     @property

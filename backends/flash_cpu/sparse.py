@@ -27,6 +27,9 @@ from .isa import Isa
 from .packing import Blocks, emit_pack
 from .softmax import HIDDEN
 
+# The units of each query tile, and an array whose length is the tokens of one.
+LISTS = (Operand("listed", "int32", ("B", "K", "I", "E")), Operand("tile", "float32", ("U", "Q")))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseKernel:
@@ -50,25 +53,24 @@ def signature(isa: Isa, this: SparseKernel) -> Signature:
     """
     kernel, blocks = this.kernel, this.blocks(isa)
     worker = forward.workspace(isa, kernel, blocks.keys_per_block)[1]
-    tile = Operand("tile", "float32", ("U", "Q"))
     if this.units == "listed":
-        operands = (*kernel.operands, Operand("listed", "int32", ("B", "K", "I", "L")), tile)
-        return Signature(operands, (kernel.out, *SUMS), blocks.shared_bytes, lambda _: worker, _fits)
-    operands = (*(x for x in kernel.operands if kernel.value_head_dim or x.name != "value"), tile)
+        operands = (*kernel.operands, *LISTS)
+        return Signature(operands, (kernel.out, *SUMS), blocks.shared_bytes, lambda _: worker, fits)
+    operands = (*(x for x in kernel.operands if kernel.value_head_dim or x.name != "value"), LISTS[1])
     results = (
         Operand("mass", "float32", ("B", "K", "I", "W")),
         *((kernel.out, *SUMS) if kernel.value_head_dim else ()),
     )
 
-    def fits(dims: Dims) -> list[tuple[Any, str]]:
+    def has_all_units(dims: Dims) -> list[tuple[Any, str]]:
         whole = blocks.count(dims).equals(dims["W"])
-        return [*_fits(dims), (whole, "the mass has not one number for each unit of keys.")]
+        return [*fits(dims), (whole, "the mass has not one number for each unit of keys.")]
 
     def worker_bytes(dims: Dims) -> Any:
         """A thread also keeps two numbers per unit and row."""
         return aligned(worker) + blocks.count(dims) * (2 * block_rows(isa) * 4)
 
-    return Signature(operands, results, blocks.shared_bytes, worker_bytes, fits)
+    return Signature(operands, results, blocks.shared_bytes, worker_bytes, has_all_units)
 
 
 def phases(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> tuple[Phase, ...]:
@@ -84,7 +86,8 @@ def phases(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> tup
     return Phase(lambda dims: dims["B"] * dims["K"] * blocks.count(dims), pack), Phase(items, item)
 
 
-def _fits(dims: Dims) -> list[tuple[Any, str]]:
+def fits(dims: Dims) -> list[tuple[Any, str]]:
+    """Conditions on the shapes."""
     tiles = (dims["T"] + dims["Q"] - 1) // dims["Q"]
     return [*forward.fits(dims), (tiles.equals(dims["I"]), "the query tiles are not those of the queries.")]
 
@@ -120,8 +123,8 @@ def _emit_listed_item(module: ir.Module, isa: Isa, this: SparseKernel, state: St
         head, start, count = _part(e, isa, dims, tile, part)
         with e.when(count > 0):
             e.run(read, s, w, head, start, count)
-            names, number = state.pointer(s, "data:listed").at(tile * dims["L"], 4), e.variable(e.const(i64, 0))
-            with e.loop(0, dims["L"]) as i, e.when(names.at(i, 4).load(i32) >= 0):
+            names, number = state.pointer(s, "data:listed").at(tile * dims["E"], 4), e.variable(e.const(i64, 0))
+            with e.loop(0, dims["E"]) as i, e.when(names.at(i, 4).load(i32) >= 0):
                 number.set(number() + 1)
             e.run(attend, w, *forward.of_head(blocks, state, s, dims, head), names, number())
             e.run(write, s, w, head, start, count)

@@ -18,13 +18,19 @@ from typing import Any
 
 import jax
 
-from . import backward, cache, compiler, decode, forward, handler, sparse
+from . import backward, cache, compiler, decode, forward, handler, sparse, sparse_backward
 from .compiler import Loaded, Processor
 from .handler import API_MAJOR, State
 from .isa import Isa
 
 # Modules with ``signature(isa, kernel)`` and ``phases(module, isa, kernel, state)``.
-KINDS: dict[str, Any] = {"forward": forward, "backward": backward, "decode": decode, "sparse": sparse}
+KINDS: dict[str, Any] = {
+    "forward": forward,
+    "backward": backward,
+    "decode": decode,
+    "sparse": sparse,
+    "sparse_backward": sparse_backward,
+}
 
 _LOCK = threading.Lock()  # two threads that ask for one kernel must not register its name twice
 

@@ -183,6 +183,7 @@ class _Computation:
     select: Callable[[Array, Array], Selection]
     dense: Callable[[Array, Array, Array], Any]  # an output and a selection, or None
     attend: Attend
+    kernels: Kernels | None = None  # None: XLA's code
 
 
 def _computation(
@@ -208,7 +209,7 @@ def _computation(
     def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
         return by.attend(places, query, key, value, with_own(tiling, places, selection))
 
-    return _Computation(select, dense, attend)
+    return _Computation(select, dense, attend, by)
 
 
 def _with_gradient(compute: _Computation, spec: AttentionSpec, tiling: Tiling) -> _Computation:
@@ -217,7 +218,8 @@ def _with_gradient(compute: _Computation, spec: AttentionSpec, tiling: Tiling) -
     def select(query: Array, key: Array) -> Selection:
         return compute.select(*jax.lax.stop_gradient((query, key)))
 
-    return dataclasses.replace(compute, select=select, attend=differentiable(compute.attend, spec, tiling))
+    attend = differentiable(compute.attend, spec, tiling, compute.kernels)
+    return dataclasses.replace(compute, select=select, attend=attend)
 
 
 def _dense(

@@ -2,7 +2,8 @@
 
 One query tile after the other, as FlashAttention-2's backward pass (arXiv 2307.08691) does by blocks: the probabilities
 of a tile are computed again from the units in its list, and the gradients of those keys and values are added where they
-lie. Memory is linear in the sequence length. It is written in XLA, for every forward kernel and every platform.
+lie. Memory is linear in the sequence length. It is written in XLA, for every forward kernel and every platform; kernels
+that have a backward pass (``Kernels.gradients``) take its place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..derivatives import first_derivative, forward_mode_explained
+from .kernels import Kernels
 from .selection import Places, Selection, with_own
 from .settings import Tiling
 from .xla import Prefill, heads_and_tiles, tiled, untiled
@@ -24,8 +26,8 @@ from .xla import Prefill, heads_and_tiles, tiled, untiled
 Attend = Callable[[Places, Array, Array, Array, Selection], Array]
 
 
-def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling) -> Attend:
-    """``attend(places, query, key, value, selection)`` with the gradient of :func:`gradients`."""
+def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling, kernels: Kernels | None) -> Attend:
+    """``attend(places, query, key, value, selection)`` with the gradient of the kernels, or of :func:`gradients`."""
 
     def run(places: Places, *operands: Any) -> Array:
         leaves, tree = jax.tree.flatten(places)
@@ -41,11 +43,16 @@ def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling) -> Atten
 
         def forward(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Any:
             listed = with_own(tiling, placed(traced), selection)
-            return plain(traced, query, key, value, selection), (traced, query, key, value, listed)
+            found = None if kernels is None else kernels.keeping(placed(traced), query, key, value, listed)
+            out, kept = found or (plain(traced, query, key, value, selection), None)
+            return out, (traced, query, key, value, listed, kept)
 
         def backward(saved: Any, d_out: Array) -> Any:
-            traced, query, key, value, listed = saved
-            return None, *gradients(spec, tiling, placed(traced), query, key, value, listed, d_out), None
+            traced, query, key, value, listed, kept = saved
+            operands = placed(traced), query, key, value, listed
+            if kernels is None or kept is None:
+                return None, *gradients(spec, tiling, *operands, d_out), None
+            return None, *kernels.gradients(*operands, kept, d_out), None
 
         call = jax.custom_vjp(plain)
         call.defvjp(forward, first_derivative(backward))

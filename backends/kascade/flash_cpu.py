@@ -1,8 +1,8 @@
 """Kascade by native kernels for CPUs: those of ``backends/flash_cpu``, behind the interface of ``kernels.py``.
 
-Prefill uses that folder's ``sparse.py``: query tiles against listed units, and the mass of all units in one pass. A
-decode step uses two forms of ``decode.py``. XLA computes the mass of a decode step (``steps.py``) where units are
-shorter than the kernel's blocks of keys.
+Prefill uses that folder's ``sparse.py``: query tiles against listed units, and the mass of all units in one pass. Its
+gradient is that of ``sparse_backward.py``. A decode step uses two forms of ``decode.py``. XLA computes the mass of a
+decode step (``steps.py``) where units are shorter than the kernel's blocks of keys.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..contract import AttentionSpec, Layout
@@ -81,7 +82,8 @@ class FlashCpuKernels(Kernels):
             seen = self._seen(places)
             mass, out = self._calls.decode_mass(query, swap(key), swap(value), seen, self.tiling.unit)
             return mass[:, :, None], out
-        found = self._run("mass", places, query=query, key=key, **({} if value is None else {"value": value}))
+        arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
+        found = self._run("mass", places, arrays)
         return found["mass"], found.get("out")
 
     def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
@@ -89,14 +91,33 @@ class FlashCpuKernels(Kernels):
         if is_decode(self.spec) and self.tiling.query_tiles == 1:
             cache, seen = (swap(key), swap(value)), self._seen(places)
             return self._calls.decode_listed(query, *cache, seen, listed[:, :, 0], self.tiling.unit)
-        return self._run("listed", places, query=query, key=key, value=value, listed=listed)["out"]
+        return self._run("listed", places, {"query": query, "key": key, "value": value, "listed": listed})["out"]
 
-    def _run(self, units: Literal["listed", "mass"], places: Places, **arrays: Array) -> dict[str, Array]:
+    def keeping(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> tuple[Array, Any]:
+        """As :meth:`Kernels.keeping`: an output that is not rounded, and the maximum and sum of every row."""
+        operands = {"query": query, "key": key, "value": value, "listed": listed}
+        kept = self._run("listed", places, operands, unrounded=True)
+        return kept["out"].astype(query.dtype), kept
+
+    def gradients(
+        self, places: Places, query: Array, key: Array, value: Array, listed: Array, kept: Any, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        """As :meth:`Kernels.gradients`."""
+        operands = {"query": query, "key": key, "value": value, "listed": listed, "d_out": d_out}
+        arrays = operands | kept | {"d_lse": jnp.zeros_like(kept["top"])} | self._seen(places).by_name
+        kernel = SparseKernel(self._calls.kernel, self.tiling.unit, "listed")
+        found = self._calls.gradients("sparse_backward", kernel, arrays, Q=self.tiling.query_tile)
+        return found["d_query"], found["d_key"], found["d_value"]
+
+    def _run(
+        self, units: Literal["listed", "mass"], places: Places, arrays: dict[str, Array], *, unrounded: bool = False
+    ) -> dict[str, Array]:
         """The results of one of the kernels for several query tiles."""
         v_dim = arrays["value"].shape[-1] if "value" in arrays else 0
-        kernel = SparseKernel(dataclasses.replace(self._calls.kernel, value_head_dim=v_dim), self.tiling.unit, units)
+        calls = dataclasses.replace(self._calls, float32_results=unrounded)
+        kernel = SparseKernel(dataclasses.replace(calls.kernel, value_head_dim=v_dim), self.tiling.unit, units)
         tiling, arrays = self.tiling, arrays | self._seen(places).by_name
-        return self._calls.call("sparse", kernel, arrays, Q=tiling.query_tile, I=tiling.query_tiles, W=tiling.units)
+        return calls.call("sparse", kernel, arrays, Q=tiling.query_tile, I=tiling.query_tiles, W=tiling.units)
 
     def _seen(self, places: Places) -> Visibility:
         """The mask without the selection: causal over slots, inside length and segment."""

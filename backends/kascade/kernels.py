@@ -7,6 +7,7 @@ for CPUs. Only the option ``kernel`` chooses among them. A kernel refuses proble
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
@@ -57,6 +58,30 @@ class Kernels:
     ) -> tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch kv_heads query_tiles units"]] | None:
         """Attention to all keys and the pooled mass, in one pass over the keys; None where there is no such pass."""
         return None
+
+    def keeping(
+        self,
+        places: Places,
+        query: Float[Array, "batch q_len heads head_dim"],
+        key: Float[Array, "batch kv_len kv_heads head_dim"],
+        value: Float[Array, "batch kv_len kv_heads v_dim"],
+        listed: Int[Array, "batch kv_heads query_tiles slots"],
+    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Any] | None:
+        """:meth:`attend`, and what :meth:`gradients` needs of it; None where the kernels have no backward pass."""
+        return None
+
+    def gradients(
+        self,
+        places: Places,
+        query: Float[Array, "batch q_len heads head_dim"],
+        key: Float[Array, "batch kv_len kv_heads head_dim"],
+        value: Float[Array, "batch kv_len kv_heads v_dim"],
+        listed: Int[Array, "batch kv_heads query_tiles slots"],
+        kept: Any,
+        d_out: Float[Array, "batch q_len heads v_dim"],
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of query, key and value in their dtypes, for the output's ``d_out``, from what was kept."""
+        raise NotImplementedError
 
     def attend(
         self,

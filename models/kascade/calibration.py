@@ -36,8 +36,8 @@ from attnsuite.models.transformer import Transformer
 from .similarity import compared, direction_change, pooled_masses
 
 # Queries [length, heads, head_dim] and keys [length, kv_heads, head_dim] of each layer for a prompt, with all that is
-# added to them by position.
-QueriesAndKeys = Callable[[Int[Array, " length"]], Iterable[tuple[Any, Any]]]
+# added to them by position; then, if wanted, the stream and what attention adds to it, both [length, width].
+QueriesAndKeys = Callable[[Int[Array, " length"]], Iterable[tuple[Any, ...]]]
 
 # The settings that decide the selection; the others (kernel, schedule, ...) decide its use.
 _MEASURED = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
@@ -63,8 +63,9 @@ def calibrate(
 
     ``model`` may be a function of a prompt that returns the pair of queries ``[length, heads, head_dim]`` and keys
     ``[length, kv_heads, head_dim]`` of each layer, rotated as for the product, whose scores are multiplied by
-    ``scale`` (default ``1/sqrt(head_dim)``). All layers then have the importance 1, since what a layer adds to the
-    stream is not known, and the fingerprint is that of the arrays of the first prompt.
+    ``scale`` (default ``1/sqrt(head_dim)``). The fingerprint is that of these arrays of the first prompt. Two more
+    arrays, the stream before attention and what attention adds to it, both ``[length, width]``, give a layer its
+    importance. Without them it is 1 for all layers, and dynamic programming weighs them alike.
     """
     settings = Settings.of(options)
     if not isinstance(model, Transformer | Checkpoint):
@@ -217,11 +218,13 @@ def _measured_by_function(
     for number, prompt in enumerate(prompts, start=1):
         progress(f"prompt {number}")
         masses: list[np.ndarray] = []
+        importance: list[float] = []
         specs: list[AttentionSpec] = []
         tilings: list[Tiling] = []
         digest = hashlib.sha256()
-        for pair in layers_of(jnp.asarray(prompt)):
-            query, key = _checked_pair(pair, len(masses), len(prompt))
+        for arrays in layers_of(jnp.asarray(prompt)):
+            query, key, *stream = _checked(arrays, len(masses), len(prompt))
+            importance.append(float(direction_change(*(x.astype(jnp.float32) for x in stream))) if stream else 1.0)
             specs.append(_spec_of(query, key, scale))
             tilings.append(_tiling_with_a_choice(specs[-1], settings))
             masses.append(np.asarray(pooled_masses(specs[-1], tilings[-1], query, key)))
@@ -230,16 +233,21 @@ def _measured_by_function(
             shapes = ", ".join(sorted({f"{one.num_heads}/{one.num_kv_heads} heads of {one.head_dim}" for one in specs}))
             raise ValueError(f"the layers have {shapes or 'no shape: there are none'}; expected layers of one shape.")
         found = compared(specs[0], tilings[0], np.stack(masses))
-        importance = np.ones(len(masses), np.float32)
-        yield {"importance": importance, "fingerprint": digest.hexdigest(), **jax.tree.map(np.asarray, found)}
+        measured = {"importance": np.asarray(importance, np.float32), "fingerprint": digest.hexdigest()}
+        yield measured | jax.tree.map(np.asarray, found)
 
 
-def _checked_pair(pair: Any, layer: int, length: int) -> tuple[Array, Array]:
-    """Queries and keys of a layer. Raises ValueError for anything else."""
+def _checked(arrays: Any, layer: int, length: int) -> tuple[Array, ...]:
+    """Queries and keys of a layer, and perhaps the stream and what is added to it. Raises ValueError for others."""
     try:
-        query, key = map(jnp.asarray, pair)
+        query, key, *stream = map(jnp.asarray, arrays)
     except (TypeError, ValueError) as error:
         raise ValueError(f"layer {layer} gave no pair of arrays, queries and keys: {error}") from error
+    if stream and [x.shape for x in stream] != [(length, stream[0].shape[-1])] * 2:
+        raise ValueError(
+            f"layer {layer} gave {', '.join(str(x.shape) for x in stream)} behind its queries and keys; expected the "
+            f"stream and what attention adds to it, both [{length}, width], or nothing."
+        )
     fits = query.ndim == key.ndim == 3 and query.shape[0] == key.shape[0] == length and query.shape[2] == key.shape[2]
     if not fits or query.shape[1] % key.shape[1] or query.dtype != key.dtype:
         raise ValueError(
@@ -247,7 +255,7 @@ def _checked_pair(pair: Any, layer: int, length: int) -> tuple[Array, Array]:
             f"expected [{length}, heads, head_dim] and [{length}, kv_heads, head_dim] of one dtype, for a prompt of "
             f"{length} tokens."
         )
-    return query, key
+    return query, key, *stream
 
 
 def _spec_of(query: Array, key: Array, scale: float | None) -> AttentionSpec:

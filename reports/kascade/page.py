@@ -12,9 +12,9 @@ from ..words import code, escape
 from . import guide, tables
 
 
-def guides(own: Sequence[Group]) -> Iterator[Section]:
+def guides(every: Sequence[Group]) -> Iterator[Section]:
     """The figures of the guides of Kascade, each beside what this run measured of it."""
-    if made := guide.figures(own):
+    if made := guide.figures(every):
         yield Section("guides", "The guides' figures", (), (), (made,), short=True)
 
 

@@ -31,7 +31,7 @@ STACKS = ("kascade_prefill", "kascade_decode")
 KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
 WITHHELD = "WITHHELD"
 TEXT_CONTROLS = ("sinks_window", "random_tiles")
-_BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
+BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
 _FEWEST = 3  # kept fractions that make a line
 
 
@@ -149,7 +149,7 @@ def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
             members = sorted((g for g in groups if g.kind == kind and _phase(g) == phase), key=_selection_order)
             if not members:
                 continue
-            rows = [_quality_row(group, cell, why) for group in members for why in (withheld(group, _BLIND),)
+            rows = [_quality_row(group, cell, why) for group in members for why in (withheld(group, BLIND),)
                     for cell in _ordered(group) if cell.record.status != "unsupported"]  # fmt: skip
             lead = (
                 Column("top_k", "share asked for (%)", merge=True),
@@ -186,7 +186,7 @@ def _quality_row(group: Group, cell: Cell, why: str | None) -> dict[str, Value]:
     lead: dict[str, Value] = {"top_k": share, "schedule": _schedule_told(group), "method": method.name}
     if not is_trusted(record):
         return {**lead, "reading": record.error or record.status}
-    if why is not None and not method.exact and method.name not in _BLIND:
+    if why is not None and not method.exact and method.name not in BLIND:
         return {**lead, "reading": f"{WITHHELD}: {why}"}
     figures = record.quality
     row: dict[str, Value] = {**lead, **_kept(record), "flops": scaled(figures.get("flops"), 100)}
@@ -236,7 +236,7 @@ def picture(groups: Sequence[Group]) -> Picture | None:
         for phase in ("prefill", "decode"):
             lines: dict[str, list[tuple[float, float]]] = {}
             for group in groups:
-                if group.kind != kind or _phase(group) != phase or withheld(group, _BLIND) is not None:
+                if group.kind != kind or _phase(group) != phase or withheld(group, BLIND) is not None:
                     continue
                 for cell in _ordered(group):
                     figures = cell.record.quality
@@ -351,7 +351,7 @@ def _sentences(group: Group) -> Iterator[str]:
                 f"{number(share)}% of the pairs; {plural(len(failed), 'control')} at {number(min(failed))} to "
                 f"{number(max(failed))}."
             )
-    elif group.kind == TEXT and own is not None and withheld(group, _BLIND) is None:
+    elif group.kind == TEXT and own is not None and withheld(group, BLIND) is None:
         if (lost := nats_lost(own.record)) is not None:
             others = [
                 (name, found) for name in TEXT_CONTROLS if name in rows and (found := nats_lost(rows[name].record))

@@ -251,10 +251,13 @@ def _words(manifest: Manifest | None, suites: str) -> list[str]:
     if paragraphs := manifest.checkpoint:
         flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
         given = {flag: paragraphs.get(name) for flag, name in flags.items()}
-        words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+        words = words if paragraphs.get("guide") else []
+        words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     names = [str(case["name"]) for case in manifest.cases if "name" in case]
     for option, values in (("--backends", manifest.backends), ("--cases", names)):
         words += [option, ",".join(values)] if values else []
+    if manifest.text is not None:
+        words += ["--text", manifest.text.path, *(["--text-field", manifest.text.field] if manifest.text.field else [])]
     for name, value in manifest.kascade.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
@@ -289,7 +292,7 @@ SECTIONS: tuple[_Sections, ...] = (
         short=True,
     ),
     one_model,
-    _own(of_kascade.guides),
+    lambda shown: of_kascade.guides(shown.every),
     in_short,
     section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
     _own(of_kascade.gate),

@@ -128,6 +128,15 @@ def test_a_field_of_another_transformer_is_refused_with_the_name_that_it_has_her
         make(use_flash_attention=True)
 
 
+def test_words_of_the_guides_are_answered_with_what_to_write():
+    with pytest.raises(ValueError, match=r'the preset comes first: ModelConfig.from_preset\("tiny"'):
+        ModelConfig.from_preset(preset="tiny")
+    with pytest.raises(ValueError, match=r"attnsuite train --lora-rank 8"):
+        ModelConfig.from_preset("tiny", use_lora=True)
+    with pytest.raises(ValueError, match=r'Kascade is a backend: model\(tokens, backend="kascade"\)'):
+        ModelConfig.from_preset("tiny", attention="kascade")
+
+
 def test_every_name_that_a_refusal_says_is_a_field():
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     others = [name for names in _OURS.values() for name in names]

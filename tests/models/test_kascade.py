@@ -223,13 +223,13 @@ def _attention_matrices(model, tokens):
 
 
 def test_a_function_of_queries_and_keys_is_calibrated_like_the_model_that_it_is_of():
-    """What the function cannot tell, how much each layer changes the stream, is 1."""
+    """A function without the stream cannot tell how much each layer changes it: that is 1."""
     model, prompts = small(), np.random.default_rng(0).integers(0, 256, (2, 70))
 
-    def queries_and_keys(prompt):
+    def queries_and_keys(prompt, *, stream=False):
         seen = []
         found = resolve_attention(model.config, batch=1, query_length=len(prompt), backend="standard")
-        observe = lambda _, query, key, x, attended: seen.append((query[0], key[0]))  # noqa: ARG005, E731
+        observe = lambda _, *arrays: seen.append([x[0] for x in (arrays if stream else arrays[:2])])  # noqa: E731
         forward(model.config, model.arrays(), prompt[None], resolutions=found, observe=observe)
         return seen
 
@@ -238,6 +238,9 @@ def test_a_function_of_queries_and_keys_is_calibrated_like_the_model_that_it_is_
     for name in ("mass_similarity", "jaccard_similarity", "mass"):
         np.testing.assert_allclose(getattr(found, name), getattr(of_model, name), atol=1e-5)
     assert (found.importance == 1).all()
+    with_stream = calibration.calibrate(lambda prompt: queries_and_keys(prompt, stream=True), prompts, OPTIONS)
+    np.testing.assert_allclose(with_stream.importance, of_model.importance, atol=1e-5)
+    assert with_stream.fingerprint == found.fingerprint
     assert found.fingerprint != of_model.fingerprint
     assert dynamic_programming(found, 2).anchors[0] == 0
     scaled = calibration.calibrate(queries_and_keys, prompts, OPTIONS, scale=4.0)
@@ -289,6 +292,12 @@ def test_a_checkpoint_on_disk_has_the_fingerprint_of_its_model(tmp_path):
         (lambda: calibration.calibrate(small(), [np.zeros(100, int)], scale=1.0), "scale=1.0 is of a function"),
         (lambda: calibration.calibrate(lambda _: [1.0], [np.zeros(100, int)]), "layer 0 gave no pair of arrays"),
         (lambda: calibration.calibrate(lambda _: [], [np.zeros(100, int)]), "there are none"),
+        (
+            lambda: calibration.calibrate(
+                lambda x: [(jnp.ones((len(x), 2, 8)),) * 2 + (jnp.ones((len(x), 16)),)], [np.zeros(100)]
+            ),
+            r"layer 0 gave \(100, 16\) behind its queries and keys; expected the stream and what attention adds",
+        ),
         (
             lambda: calibration.calibrate(lambda x: [(jnp.ones((len(x), 3, 8)), jnp.ones((9, 2, 8)))], [np.zeros(100)]),
             r"layer 0 gave queries float32\[100, 3, 8\] and keys float32\[9, 2, 8\]; expected \[100, heads, head_dim\]",

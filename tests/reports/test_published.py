@@ -35,6 +35,8 @@ PAGES = {
     "cpu-amd-epyc-kascade-flash-cpu": (),
     "cpu-amd-epyc-kascade-finetune": (),
     "cpu-intel-xeon-kascade-flash-cpu": (),
+    "cpu-intel-xeon-kascade-guide": (),
+    "cpu-intel-xeon-kascade-guide-1b": (),
 }
 
 
@@ -75,6 +77,7 @@ def test_every_reproduce_line_is_what_the_command_line_takes():
         asked = found[name][0]
         cases = {record.case for record in parse_records(PUBLISHED / name / RECORDS)[0]}
         assert cases <= set(asked.cases.split(","))
+        assert (asked.suite == "kascade-guide") == any(case.startswith("guide-") for case in cases)
 
 
 @pytest.mark.parametrize("folder", [TRAINING, TRAINING_SHARDED], ids=lambda folder: folder.name)

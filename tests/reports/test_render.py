@@ -10,7 +10,7 @@ import pytest
 from attnsuite import reports
 from attnsuite.suite.command_line import main
 from attnsuite.suite.record import ProgramText, TensorError
-from attnsuite.suite.store import Manifest
+from attnsuite.suite.store import Manifest, TextIdentity
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
 KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."
@@ -244,6 +244,21 @@ def test_record_notes_and_command_are_told(record, write_run):
     assert "causal: accuracy was judged at S=2048" in section(text, "Notes on cells")
     command = "    attnsuite run --suite 'my  suite.toml' --backends standard,chunked --cases a,b --tile-size 64\n"
     assert command in section(text, "Reproduce")
+
+
+def test_command_of_the_guides_run_names_suite_model_and_text(record, write_run):
+    run = write_run(record())
+    of = {
+        "checkpoint": {"model": "DIR", "sequence": 512, "guide": True},
+        "text": TextIdentity(path="my.txt", sha256=""),
+    }
+    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, kascade={}, **of)
+    (run / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)), encoding="utf-8")
+    command = (
+        "    attnsuite run --suite kascade-guide --model DIR --seq-len 512 --backends standard,chunked --cases a,b "
+        "--text my.txt\n"
+    )
+    assert command in section(outputs(run)["details.md"], "Reproduce")
 
 
 def test_time_below_what_the_machine_can_do_is_noted(record, write_run):

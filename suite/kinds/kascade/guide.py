@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...cell import Case
+from .methods import KascadeKernel
 from .selection import SelectionCase
 from .stack import StackCase
 
@@ -44,10 +45,16 @@ def guide_cases(config: ModelConfig, sequences: int, shared: dict[str, Any]) -> 
         "tile_size": TILE_SIZE,
         "top_k": GUIDES["1b"]["top_k"],
     }
+    # The parts of one layer by each kernel that a CPU has; whole stacks have a row for each.
+    timed: tuple[tuple[str, int, KascadeKernel], ...] = (
+        ("layer", 1, ""),
+        ("layer-flash-cpu", 1, "flash_cpu"),
+        ("stack", config.num_layers, ""),
+    )
     stacks = [
         StackCase(kind="kascade_prefill", name=f"guide-{what}-{length}", sequence=length, layers=layers, by_token=False,
-                  anchors=min(anchors, layers), **shape)
+                  anchors=min(anchors, layers), kernel=kernel, **shape)
         for length in LENGTHS
-        for what, layers in (("layer", 1), ("stack", config.num_layers))
+        for what, layers, kernel in timed
     ]  # fmt: skip
     return [*text, *stacks]

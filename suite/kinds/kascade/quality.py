@@ -61,6 +61,7 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     figures |= _kept_figures([kept for _, kept in parts])
     if method.startswith("kascade"):
         figures["anchors"] = float(len(schedule.anchors))
+        figures["reuse_layers"] = sum(layer.role == "reuse" for layer in schedule.layers) / len(schedule.layers)
         figures["flops"] = _flops(case, model, method, schedule)
     notes = _schedule_note(method, schedule)
     if controls.runs_kascade(method):

@@ -143,6 +143,7 @@ class Stacks(Kind):
             accuracy=stack_program.judge(case, cell.row, cell.devices, mode),
             notes=(
                 *stack_program.plan_notes(case, cell.row),
+                *stack_program.block_notes(case, cell.row, Target.here()),
                 stack_program.JUDGED if mode == "native" else stack_program.INTERPRETED,
             ),
         )

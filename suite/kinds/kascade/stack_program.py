@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import Layout, MeshAxes, Plan, Sharded, Target, plan, registry, resolve, support
 from attnsuite.backends.features import Mode
-from attnsuite.backends.kascade import Selection, Settings, kept_fraction
+from attnsuite.backends.kascade import Selection, Settings, Tiling, default_kernel, kept_fraction
+from attnsuite.backends.kascade.block_sizes import gpu_blocks, tpu_blocks
 
 from ...measure.judge import as_model_error
 from ...measure.program import Program
@@ -86,6 +87,16 @@ def plan_notes(case: StackCase, method: str) -> tuple[str, ...]:
     if method != "kascade_profitable":
         return ()
     return _kascade(case, method).notes
+
+
+def block_notes(case: StackCase, method: str, target: Target) -> tuple[str, ...]:
+    """The blocks in which a Pallas kernel takes the case's tiles."""
+    chosen, spec = settings(case, method), stack_spec(case)
+    if method == "dense" or (chosen.kernel or default_kernel(target)) != "pallas":
+        return ()
+    blocks = (gpu_blocks if target.platform == "cuda" else tpu_blocks)(spec, Tiling.of(spec, chosen), chosen)
+    sizes = f"block_q={blocks.block_q}, block_kv_sparse={blocks.block_kv}, block_kv_compute={blocks.step_kv}"
+    return (f"{sizes}, in tiles of {blocks.tile_q} queries and {blocks.tile_kv} keys.",)
 
 
 def figures(case: StackCase, method: str) -> dict[str, float]:
