@@ -150,7 +150,7 @@ def _lacks(backend: Any) -> str:
     return ", ".join(lacking)
 
 
-# The one registry of the process: register() asks for a place that outlives the call. See docs/design.md.
+# The one registry of the process: register() asks for a place that outlives the call. See docs/explanation/design.md.
 DEFAULT = Registry()
 
 

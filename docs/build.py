@@ -30,15 +30,15 @@ def reference(module: str, room: str) -> str:
 def lay_out(pages: Path) -> None:
     """Write every page of the site into ``pages``; links to published pages stay within the site."""
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for page in pages.glob("*.md"):
-        text = page.read_text(encoding="utf-8").replace("](../reports/published/", "](published/")
+    for page in pages.rglob("*.md"):  # published pages lie a folder lower in the repository than in the site
+        up = "../" * (len(page.relative_to(pages).parts) - 1)
+        text = page.read_text(encoding="utf-8").replace(f"](../{up}reports/published/", f"]({up}published/")
         page.write_text(text, encoding="utf-8")
     only_pages = shutil.ignore_patterns("*.json", "*.jsonl", "*.npz")
     shutil.copytree(ROOT / "reports" / "published", pages / "published", ignore=only_pages)
     (pages / "published" / "README.md").rename(pages / "published" / "index.md")
-    (pages / "reference").mkdir()
     for module, room in ROOMS.items():
-        (pages / "reference" / f"{room}.md").write_text(reference(module, room), encoding="utf-8")
+        (pages / "reference" / f"attnsuite-{room}.md").write_text(reference(module, room), encoding="utf-8")
 
 
 def main(folder: Path, site: Path) -> int:

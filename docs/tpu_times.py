@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the head of a table is one line)
-"""Fits and judges the expected times of `attnsuite tune`: `python docs/tpu_times.py TIMES.csv > docs/tpu-times.md`.
+"""Fits and judges the expected times of `attnsuite tune`: `python docs/tpu_times.py TIMES.csv > docs/reference/tpu-times.md`.
 
 TIMES.csv has the times of tokamax's wheel (0.0.17) and of its repository, a row per measurement. It is not part of this
 repository. The page has the weights that `suite/absent/expected.py` holds.

@@ -2,7 +2,7 @@
 
 Run: python examples/judge_a_kernel.py
 The judge allows twice the error of the baseline in the same dtype. A kernel that forgets something fails, however small
-the mistake looks. `attnsuite judge my.py:fn` holds it to every rule of the contract; docs/backends.md shows how.
+the mistake looks. `attnsuite judge my.py:fn` tries every rule of the contract; docs/how-to/my-kernel.md shows how.
 """
 
 import dataclasses

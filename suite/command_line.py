@@ -1,6 +1,6 @@
 """The command ``attnsuite``: finds the verb, reads its flags, and prints an error as one sentence.
 
-Exit codes (docs/measuring.md):
+Exit codes (docs/reference/command-line.md):
 
 - 0: the command did its work. Failed cells are results.
 - 1: the work gave no result (``compile`` without a compiler, ``perplexity`` of losses that are not finite), or
@@ -85,7 +85,7 @@ def _check_values(verb: str, words: Sequence[str]) -> None:
             raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
 
 
-# Flags of the earlier guides, and what says the same here (docs/coming-from.md).
+# Flags of the earlier guides, and what says the same here (docs/how-to/coming-from.md).
 _GUIDES_FLAGS = {
     "attention": "--backends NAMES",
     "device": "JAX_PLATFORMS=cpu, cuda or tpu, or --targets NAMES of compile for a device that is not here",
@@ -119,7 +119,7 @@ def _help() -> str:
     return (
         f"usage: attnsuite [-h] [--version] VERB ...\n\n{_DESCRIPTION}\n\n{verbs}\n\n"
         "attnsuite VERB --help says what a verb takes.\n"
-        f"Completion: attnsuite {_COMPLETION} bash|zsh|tcsh (docs/measuring.md says where it goes)."
+        f"Completion: attnsuite {_COMPLETION} bash|zsh|tcsh (docs/reference/command-line.md says where it goes)."
     )
 
 

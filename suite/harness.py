@@ -2,8 +2,8 @@
 
 :class:`SuiteLM` gives the harness what its tasks ask of a model: log-likelihoods (multiple choice), rolling
 log-likelihoods (perplexity) and text (exact match). ``python -m attnsuite.suite.harness`` is the harness's own command
-with the model ``attnsuite`` added; docs/llama.md shows it. The harness is in the extra ``lm-eval``. Read in version
-0.4.13 (``lm_eval/api/model.py``).
+with the model ``attnsuite`` added; llama.md of the docs shows it. The harness is in the extra ``lm-eval``. Read in
+version 0.4.13 (``lm_eval/api/model.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page that says what a suite file may hold, made from the classes that read one.
 
-``python -m attnsuite.suite.schema`` prints the generated part of docs/suite-files.md. A test holds the two equal.
+``python -m attnsuite.suite.schema`` prints the generated part of docs/reference/suite-files.md. A test compares them.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ def _run(step: Callable[..., Any], args: Sequence[Any], way: Harvest | None) -> 
 
 
 def _seconds(step: Callable[..., Any], args: Sequence[Any]) -> float:
+    """Until the results are there, and what the step wrote into its arguments: an nnx step may return nothing."""
     start = time.perf_counter()
-    jax.block_until_ready([x for x in jax.tree.leaves(step(*args)) if isinstance(x, jax.Array)])
+    written = jax.tree.leaves((step(*args), args))
+    jax.block_until_ready([x for x in written if isinstance(x, jax.Array) and not x.is_deleted()])
     return time.perf_counter() - start
 
 
@@ -139,7 +141,8 @@ def _with_auto(call: Call, arrays: Sequence[Any], arguments: dict[str, Any], unc
         return NotImplemented
     given = {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
     if "mask" in given:
-        given["mask"] = given["mask"].astype(bool)
+        mask = given["mask"].astype(bool)
+        given["mask"] = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)  # flax takes fewer axes
     if call.dtype is not None:
         arrays = [x.astype(call.dtype) for x in arrays]
     try:

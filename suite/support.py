@@ -1,7 +1,7 @@
 """The support matrix: which backend takes which problem on which kind of device, answered by the backends themselves.
 
-``python -m attnsuite.suite.support`` prints the Markdown tables of ``docs/backends.md`` and
-``docs/attention-types.md``. Tests check that the documents hold these tables.
+``python -m attnsuite.suite.support`` prints the Markdown tables of ``docs/reference/backends.md`` and
+``docs/reference/attention-types.md``. Tests check that the documents hold these tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnsuite.models import ModelConfig
 from attnsuite.models.planning import attention_spec
 from attnsuite.testing import checks
 
-_BASE = AttentionSpec(
+BASE = AttentionSpec(
     batch=1,
     query_length=1024,
     key_value_length=1024,
@@ -94,7 +94,7 @@ def support_table(names: tuple[str, ...] | None = None) -> str:
     names = registry.names() if names is None else names
     rows = []
     for problem, change in PROBLEMS.items():
-        spec = dataclasses.replace(_BASE, **change)  # pyright: ignore[reportArgumentType]  (values fit their fields)
+        spec = dataclasses.replace(BASE, **change)  # pyright: ignore[reportArgumentType]  (values fit their fields)
         rows.append([problem, *(_targets(name, spec) for name in names)])
     rows.append(["`isolates`: NaN that nobody should see stays out", *map(_keeps_nan_out, names)])
     for verdict, found in checks.MEASURED.items():
@@ -105,7 +105,7 @@ def support_table(names: tuple[str, ...] | None = None) -> str:
 def _keeps_nan_out(name: str) -> str:
     """Measured, where the kernel can be executed here: behind the lengths, in padding and in other documents."""
     if name in checks.ISOLATING:
-        return "cpu" if name == "kascade" else _targets(name, _BASE)
+        return "cpu" if name == "kascade" else _targets(name, BASE)
     return "no" if name in checks.LETS_NAN_IN else "not measured"
 
 

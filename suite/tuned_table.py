@@ -116,7 +116,7 @@ def entry(record: Record) -> dict[str, Any]:
     options = best.options if best else {}
     if record.mode == "compile":
         gain = None if best is None else expected_gain(record, best)
-        method = "what compiles" if gain is None else "what compiles and by an expected time (docs/tpu-times.md)"
+        method = "what compiles" if gain is None else "what compiles and by an expected time (tpu-times.md of the docs)"
         return {
             **_of(record),
             "method": f"compiled: ranked by {method}, since the device was not there; no time was measured",

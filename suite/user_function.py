@@ -81,7 +81,7 @@ def _backend(reference: str) -> FunctionBackend:
     if isinstance(found, type) or not callable(found) or hasattr(found, "plan"):
         raise InputError(
             f"{name} in {path} is no function of (query, key, value) and nothing that backends.from_function made; "
-            "a backend of another class comes by an entry point (docs/backends.md)."
+            "a backend of another class comes by an entry point (docs/how-to/my-kernel.md)."
         )
     plain = found_out(found)
     takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"))

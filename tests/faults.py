@@ -1,6 +1,6 @@
 """What may happen to a run, what is promised then, and the tests that hold it: runs them, and writes the table.
 
-python tests/faults.py --trials 200 --out docs/faults.md
+python tests/faults.py --trials 200 --out docs/dev/faults.md
 """
 
 from __future__ import annotations
@@ -154,9 +154,10 @@ def page(outcomes: Outcomes, trials: int) -> str:
     return "\n".join([
         "# Faults",
         "",
-        f"Written by `python tests/faults.py --trials {trials} --out docs/faults.md` (`tox -e faults`) from the tests",
+        f"Written by `python tests/faults.py --trials {trials} --out docs/dev/faults.md` (`tox -e faults`)",
+        "from the tests",
         "that it ran. A trial is one test, or one try at a random moment. A loss is a test whose promise was not kept.",
-        "The nodes of a fleet are nodes of Ray on one machine (docs/fleet.md).",
+        "The nodes of a fleet are nodes of Ray on one machine (docs/how-to/fleet.md).",
         "",
         "| what happens | what is promised | trials | losses |",
         "|---|---|---|---|",

@@ -3,8 +3,8 @@
     python tests/goals.py reports/published/cpu-amd-epyc-speed
 
 prints a line per goal: met in how many cases, the worst figure, and the cases that miss it. Nothing is rounded towards
-a goal. `tests/reports/test_goals.py` holds that the published pages miss no other goal than docs/cpu.md and
-docs/kascade.md name.
+a goal. `tests/reports/test_goals.py` holds that the published pages miss no other goal than docs/explanation/cpu.md and
+docs/explanation/kascade.md name.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ measured: where work would begin, :class:`Begins` ends the command.
 
     PYTHONPATH=tests python tests/mutations.py --count 2000 --seed 0            # every kind
     PYTHONPATH=tests python tests/mutations.py --count 500 --kinds records,suites
-    PYTHONPATH=tests python tests/mutations.py --count 500 --out docs/fuzzing.md
+    PYTHONPATH=tests python tests/mutations.py --count 500 --out docs/dev/fuzzing.md
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def page(tallies: dict[str, Tally], count: int, seed: int) -> str:
     return "\n".join([
         "# Fuzzing",
         "",
-        f"Written by `python tests/mutations.py --count {count} --seed {seed} --out docs/fuzzing.md` (`tox -e fuzz`).",
+        f"Written by `python tests/mutations.py --count {count} --seed {seed} --out docs/dev/fuzzing.md`",
+        "(`tox -e fuzz`).",
         "Each kind takes something valid, changes it at random and gives it to the command line. What is refused ends",
         "with exit code 2 and one sentence. The rest is taken, as the changed input is still valid. A traceback, a",
         f"warning of Python's or more than {SLOW_SECONDS:g} s of processor time is a defect. An input that needs more",

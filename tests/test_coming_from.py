@@ -1,4 +1,4 @@
-"""docs/coming-from.md: every name on our side exists, and every name that the guides are known for is there."""
+"""docs/how-to/coming-from.md: every name on our side exists, and every name that the guides are known for is there."""
 
 import configparser
 import importlib
@@ -12,7 +12,7 @@ import pytest
 from attnsuite.suite.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "coming-from.md").read_text(encoding="utf-8")
 KNOWN_ELSEWHERE = {"JAX_PLATFORMS"}  # JAX's own
 GUIDES = (
     *("--threshold", "max_len", "d_model", "use_flash_attention", "ProductionTransformer", "KASCADE_KERNEL_AVAILABLE"),

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 ELSEWHERE = ("cpu.md", "tutorial.md")  # tests/test_readme.py and tests/test_tutorial.py run these
 PAGES = sorted(
     path
-    for path in (ROOT / "docs").rglob("*.md")
+    for path in DOCS.rglob("*.md")
     if "```python" in path.read_text(encoding="utf-8") and path.name not in ELSEWHERE
 )
 NEEDS = re.compile(r"# needs: (.+)")
@@ -72,14 +73,16 @@ def run(pages, folder):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    pages = {page.name: [block for needs, block in blocks_of(page) if needs in ("", MET)] for page in PAGES}
+    pages = {
+        str(page.relative_to(DOCS)): [block for needs, block in blocks_of(page) if needs in ("", MET)] for page in PAGES
+    }
     broken = {"a broken page": ["value = 1", "assert value == 1", "missing + value"]}
     return run(pages | broken, tmp_path_factory.mktemp("pages"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_blocks_of_a_page_run_or_say_what_they_need(page, outcome):
-    assert outcome[page.name] == ""
+    assert outcome[str(page.relative_to(DOCS))] == ""
     for needs, block in blocks_of(page):
         compile(block, f"{page.name}, needs {needs or 'nothing'}", "exec")
 
@@ -94,5 +97,38 @@ def test_most_blocks_need_nothing():
 
 
 def test_every_page_is_in_the_navigation_of_the_site():
-    listed = set(re.findall(r'"([\w-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+    listed = re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    made = {f"reference/attnsuite-{room}.md" for room in ("backends", "models", "reports")} | {"published/index.md"}
+    assert sorted(listed) == sorted(made | {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")})
+
+
+def broken_links(page):
+    """The targets of links of a page that lead to no file, or to no heading of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, heading = target.partition("#")
+        file = (page.parent / path) if path else page
+        if not file.exists() or (heading and file.suffix == ".md" and heading not in headings(file)):
+            yield target
+
+
+def headings(page):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    for title in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        yield re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("folder", ["docs", "."])
+def test_links_of_pages_lead_somewhere(folder):
+    published = ROOT / "reports" / "published" / "README.md"
+    pages = DOCS.rglob("*.md") if folder == "docs" else filter(Path.exists, [*ROOT.glob("*.md"), published])
+    broken = {str(page.relative_to(ROOT)): found for page in pages if (found := list(broken_links(page)))}
+    assert broken == {}
+
+
+def test_link_to_nothing_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[a](#a-title) [b](#b) [c](page.md) [d](other.md#x) [e](https://x.org)\n")
+    assert list(broken_links(page)) == ["#b", "other.md#x"]

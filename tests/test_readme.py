@@ -10,8 +10,8 @@ from pathlib import Path
 from attnsuite import backends
 
 README = Path(__file__).parents[1] / "README.md"
-QUICKSTART = Path(__file__).parents[1] / "docs" / "quickstart.md"
-CPU = Path(__file__).parents[1] / "docs" / "cpu.md"
+QUICKSTART = Path(__file__).parents[1] / "docs" / "how-to" / "quickstart.md"
+CPU = Path(__file__).parents[1] / "docs" / "explanation" / "cpu.md"
 
 
 def test_examples_run(capsys):

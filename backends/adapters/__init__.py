@@ -2,7 +2,7 @@
 
 ``keras.py`` is for Keras 3, ``maxtext.py`` for MaxText; functions for flax's layers come from
 ``backends/flax_attention.py``. No adapter imports its library before it is used, and no library is a dependency.
-docs/adapters.md says how to switch each on.
+docs/how-to/adapters.md says how to switch each on.
 """
 
 from attnsuite.submodules import submodules_of

@@ -1,4 +1,4 @@
-"""Native attention kernels for CPUs, emitted from Python. Needs llvmlite; ``docs/cpu.md`` explains the method."""
+"""Native attention kernels for CPUs, emitted from Python by llvmlite; ``docs/explanation/cpu.md`` explains them."""
 
 from __future__ import annotations
 

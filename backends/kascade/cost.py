@@ -18,7 +18,7 @@ from .settings import Settings, Tiling
 _DENSE, _ATTEND = 2, 2
 _SELECT = {"tile": 1, "token": 2}
 
-# Share of dense attention's FLOPs from which dense is faster. Zen 5, 2 cores, float32: docs/kascade.md.
+# Share of dense attention's FLOPs from which dense is faster. Zen 5, 2 cores, float32: docs/explanation/kascade.md.
 WORTHWHILE = 0.75
 
 

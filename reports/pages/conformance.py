@@ -47,8 +47,9 @@ def title(records: Sequence[Record], form: Form) -> Iterator[str]:
     yield from (
         f"{form.title}Held to the contract",
         "",
-        "Right: output and gradients are within what the judge allows of the float64 oracle (docs/design.md), and no",
-        "number that no query may see changes a bit. Other verdicts compare a backend with itself (docs/verdicts.md).",
+        "Right: output and gradients are within what the judge allows of the float64 oracle",
+        "(docs/explanation/design.md), and no number that no query may see changes a bit. Other verdicts compare a",
+        "backend with itself (docs/explanation/verdicts.md).",
         "",
         f"{date_of(records)}, {first.target}, {packages}; {form.name(f'attnsuite {first.suite}')}.",
     )

@@ -30,8 +30,8 @@ def _title(records: Sequence[Record]) -> Iterator[str]:
         "",
         "Attention dealt to many devices, held to the float64 oracle: largest error relative to the largest value, of",
         "output, dq, dk and dv; in brackets that of the same backend on one device. `ok`: each within what the judge",
-        "allows (twice the error of `standard` on one device plus a floor, docs/design.md). Devices of a host share",
-        "its cores, so there is no time here. `splash` runs in Pallas' interpreter.",
+        "allows (twice the error of `standard` on one device plus a floor, docs/explanation/design.md). Devices of a",
+        "host share its cores, so there is no time here. `splash` runs in Pallas' interpreter.",
         "",
         f"{made}; `attnsuite run --suite sharded`.",
     )

@@ -54,9 +54,13 @@ def _computed(
     store.settle(grid.manifest(environment, len(cells)))
     finished = store.finished()
     missing = [cell for cell in cells if cell.key not in finished]
-    watcher.begin(len(cells) + grid.searched, len(cells) - len(missing))
+    at_once = {cell.key for cell in cells if cell.mode in (None, "fallback")}  # unsupported, as is known before
+    measured = [cell for cell in cells if cell.key not in at_once]
+    watcher.begin(len(measured) + grid.searched, sum(cell.key in finished for cell in measured))
     for records in compute(missing):
         store.append(records)
         for record in records:
             watcher.done(record)
+            if record.status == "unsupported" and record.key not in at_once:
+                watcher.fewer(1)
     return store.records

@@ -38,7 +38,7 @@ def _check_own(reference: str, cells: Sequence[Cell]) -> None:
     raise InputError(
         f"{reference} can run in none of the {len(cells)} cases: {' '.join(reasons[:1]) or 'they are not about it.'} "
         f"{user_function.description(reference)} Say more with backends.from_function(f, takes=...), or take cases "
-        "that it can run: attnsuite run --cases, or a suite of your own (docs/suite-files.md)."
+        "that it can run: attnsuite run --cases, or a suite of your own (docs/reference/suite-files.md)."
     )
 
 

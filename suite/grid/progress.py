@@ -69,10 +69,11 @@ class ProgressDisplay:
         self._console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def done(self, record: Record) -> None:
-        """Move the bar and print the cell's line; a refusal only where its backend has not given the reason before."""
-        self._done += 1
-        self._progress.update(self._task, completed=self._done, left=self._total - self._done)
-        if record.status == "unsupported":
+        """Print the cell's line, and move the bar: not by an unsupported cell, whose reason is printed once."""
+        if record.status != "unsupported":
+            self._done += 1
+            self._progress.update(self._task, completed=self._done, left=self._total - self._done)
+        else:
             told = (record.requested, record.target, refusal(record))
             if told in self._refused:
                 return

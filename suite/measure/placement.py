@@ -2,8 +2,8 @@
 
 Between its samples a cell pauses while the others take theirs. After a pause Linux may wake two threads on one
 processor and leave both there while the other processor idles: a call of ``chunked`` then takes up to 1.9 times as
-long, for some samples, for a whole run, or never (docs/measuring.md has the figures). A program that calls attention
-without pausing does not see this.
+long, for some samples, for a whole run, or never (method.md of the docs has the figures). A program that calls
+attention without pausing does not see this.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class OnFleet:
     """The flags of a verb whose cells the nodes of a Ray cluster can compute."""
 
     executor: Annotated[Literal["ray"] | None, flag("ray", "this machine")] = None
-    """ray: compute the cases on the nodes of a Ray cluster (docs/fleet.md)."""
+    """ray: compute the cases on the nodes of a Ray cluster (docs/how-to/fleet.md)."""
     address: Annotated[str | None, flag("ADDRESS", "the cluster of this machine")] = None
     """With --executor ray: the cluster's address."""
     nodes_with: Annotated[str | None, flag("NAMES", "all nodes")] = None

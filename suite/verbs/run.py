@@ -54,11 +54,11 @@ class Run(OnFleet):
     mesh: Annotated[str | None, flag("AXIS=N,...", "none")] = None
     """With --suite curves: train standard and what runs natively on several devices too: data, fsdp, heads, context."""
     profile: Annotated[Path | None, flag("DIR", "none")] = None
-    """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/measuring.md)."""
+    """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/how-to/measure.md)."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a cell may take to get ready, and again for its samples."""
     sample_seconds: Annotated[float | None, flag("SECONDS", "10 samples, or 1 second")] = None
-    """How long each cell is sampled: more samples, narrower intervals (docs/guard.md)."""
+    """How long each cell is sampled: more samples, narrower intervals (docs/how-to/guard.md)."""
     cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
     """Memory that a cell may hold, such as 4GiB or 500MB."""
     tile_size: Annotated[int | None, flag("KEYS", "the case's")] = None

@@ -32,7 +32,7 @@ class Tune(OnFleet):
     minutes: Annotated[float | None, flag("MINUTES", "no limit")] = None
     """Begin no further case after so many minutes; --resume goes on with the rest."""
     imports: Annotated[str | None, flag("FILES", "none", "import")] = None
-    """Tune nothing: make tuned.json of tables that others measured (docs/compile.md), separated by commas."""
+    """Tune nothing: make tuned.json of tables that others measured (docs/how-to/compile.md), separated by commas."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a case may take; five times that for all its candidates."""
 

@@ -148,7 +148,7 @@ def test_keras_on_another_framework_is_refused(monkeypatch):
 
 
 def test_example_of_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "adapters.md").read_text(encoding="utf-8")
     block = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import keras" in block)
     namespace = {}
     exec(block, namespace)  # noqa: S102 (our own page)

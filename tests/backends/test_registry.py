@@ -83,8 +83,8 @@ class Unhashable(dict):
 class Needy:
     def __init__(self, device): ...
 """
-# The class that docs/backends.md shows, word for word, and the kernel that it imports.
-DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
+# The class that docs/how-to/my-kernel.md shows, word for word, and the kernel that it imports.
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "my-kernel.md"
 KERNEL = """
 import jax, jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""The table of JAX's transformations is what docs/transformations.md shows, without a fault."""
+"""The table of JAX's transformations is what docs/reference/transformations.md shows, without a fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnsuite.backends import attention
 from attnsuite.testing import transformations
 
 pytestmark = [pytest.mark.backends, pytest.mark.newest]
-PAGE = Path(__file__).parents[2] / "docs" / "transformations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformations.md"
 
 
 def test_table_is_the_one_of_the_page():

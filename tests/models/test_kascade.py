@@ -103,7 +103,7 @@ def test_too_few_units_are_not_enough(model, batch):
 
 
 def test_calibrated_schedules_pass_too(model, batch, measured):
-    assert 1 not in greedy(measured).anchors  # docs/kascade.md: its default threshold is below what flat layers reach
+    assert 1 not in greedy(measured).anchors  # its default threshold is below what flat layers reach
     for schedule in (dynamic_programming(measured, 2), greedy(measured, threshold=0.95)):
         assert 1 in schedule.anchors
         assert schedule.layers[2].role == "reuse"

@@ -1,4 +1,4 @@
-"""What the published pages of CPUs miss of this project's goals, which docs/cpu.md and docs/kascade.md name."""
+"""What the published pages of CPUs miss of this project's goals, which cpu.md and kascade.md of the docs name."""
 
 import dataclasses
 import sys

@@ -41,7 +41,7 @@ def test_nothing_is_expected_of_what_was_not_measured(changes):
 
 
 def test_page_has_these_weights():
-    page = (Path(__file__).parents[2] / "docs" / "tpu-times.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "tpu-times.md").read_text()
     for kind, chip in CHIPS.items():
         products, steps, keys, arrays, rows = chip.weights
         shown = f"| {kind} | {products:.3g} | {1e9 * steps:.3g} ns | {keys:.3g} | {arrays:.3g} | {1e9 * rows:.3g} ns |"

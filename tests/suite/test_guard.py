@@ -1,4 +1,4 @@
-"""The workflow file of docs/guard.md, executed step by step on a small repository that uses this package."""
+"""The workflow file of docs/how-to/guard.md, executed step by step on a small repository that uses this package."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ import yaml
 from attnsuite.suite import command_line
 from attnsuite.suite.grid import run as grid_run
 
-GUARD = Path(__file__).parents[2] / "docs" / "guard.md"
+GUARD = Path(__file__).parents[2] / "docs" / "how-to" / "guard.md"
 KERNELS = """
 import functools
 import jax
@@ -71,7 +71,7 @@ def steps():
     return {step["name"]: step["run"] for step in yaml.safe_load(text)["jobs"]["attention"]["steps"] if "run" in step}
 
 
-@pytest.mark.parametrize("file", [GUARD, GUARD.parents[1] / ".github/workflows/release.yml"], ids=lambda f: f.name)
+@pytest.mark.parametrize("file", [GUARD, GUARD.parents[2] / ".github/workflows/release.yml"], ids=lambda f: f.name)
 def test_a_workflow_names_its_actions_by_digest_and_puts_no_expression_into_a_shell_line(file):
     text = file.read_text(encoding="utf-8")
     used = re.findall(r"uses: (\S+)", text)

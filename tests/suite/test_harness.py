@@ -240,7 +240,7 @@ def aime(text, answer):
 
 
 def task_of(root, file, *items):
-    """The harness's own task ``file`` on lines of its benchmark, as docs/llama.md says."""
+    """The harness's own task ``file`` on lines of its benchmark, as docs/how-to/llama.md says."""
     name = Path(file).stem
     lines = [json.dumps(item).replace('"input":', '"question":', 1) for item in items]
     (root / f"{name}.jsonl").write_text("\n".join(lines))
@@ -352,7 +352,7 @@ def test_chat_template_of_the_checkpoint_is_used_and_its_first_token_stands_once
 
 
 def test_command_of_the_harness_makes_the_model_from_its_words(monkeypatch, capsys):
-    # The command itself reads 200 folders of tasks first; docs/llama.md shows it.
+    # The command itself reads 200 folders of tasks first; docs/how-to/llama.md shows it.
     made = registry.get_model("attnsuite").create_from_arg_string(
         f"model=text,backend=kascade,schedule=manual,anchors=0;2,options={SPARSE}",
         {"batch_size": "4", "max_batch_size": None, "device": "cuda:0"},

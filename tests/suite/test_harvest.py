@@ -337,3 +337,27 @@ def test_what_runs_instead_of_attention_is_auto_and_what_runs_without_it_is_not(
     assert 0 < float(jnp.abs(replaced - right).max()) < 1e-5  # other rounding: another backend ran
     assert float(jnp.abs(without - right).max()) > 0.1
     assert (step(*arrays) == right).all()
+
+
+def test_a_mask_of_fewer_axes_than_four_is_taken_as_flax_does():
+    x, unchanged = jax.random.normal(jax.random.key(0), (2, 32, 2, 16)), {}
+    mask = jnp.tril(jnp.ones((32, 32)))
+    right = nnx.dot_product_attention(x, x, x, mask=mask)
+    with harvest(Harvest(lambda *given: step_time._with_auto(*given, unchanged))):
+        replaced = nnx.dot_product_attention(x, x, x, mask=mask)
+    assert not unchanged
+    assert jnp.allclose(replaced, right, atol=1e-5)
+
+
+def test_a_step_that_returns_nothing_is_timed_until_what_it_wrote_is_there(monkeypatch):
+    """An nnx step changes the model that it gets; what it returned would be waited for in no time."""
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.extend)
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(layer):
+        layer.bias[...] += 1
+
+    step_time._seconds(step, (layer,))
+    assert any(x.shape == (4,) and (x == 1).all() for x in waited)

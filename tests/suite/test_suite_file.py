@@ -16,7 +16,7 @@ from attnsuite.suite.kinds.op_case import is_plain, spec_of
 from attnsuite.suite.schema import BEGIN, generated
 from attnsuite.suite.suites import find_suite
 
-PAGE = Path(__file__).parents[2] / "docs" / "suite-files.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suite-files.md"
 FORWARD = '[[case]]\nkind = "op_forward"\n'
 
 

@@ -1,6 +1,7 @@
 """The support matrices in the docs are what the backends say."""
 
 import importlib.util
+import runpy
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +16,9 @@ from attnsuite.suite.elsewhere import elsewhere_of
 from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 from attnsuite.testing import checks, verdicts
 
-DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
-TYPES = Path(__file__).parents[2] / "docs" / "attention-types.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
+PAGES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "backend_pages.py"))
+TYPES = Path(__file__).parents[2] / "docs" / "reference" / "attention-types.md"
 
 # The documents show flash_cpu where it can run, which takes llvmlite.
 with_every_cpu_kernel = pytest.mark.skipif(
@@ -30,6 +32,18 @@ MODE = "with `batch_invariant=True`"
 @with_every_cpu_kernel
 def test_matrix_in_the_docs_is_what_the_backends_say():
     assert support_table(tuple(BUILT_IN)) in DOCS.read_text(encoding="utf-8")
+
+
+@with_every_cpu_kernel
+def test_pages_of_backends_are_what_backends_and_published_records_say():
+    if not PAGES["PUBLISHED"].is_dir():
+        pytest.skip("a source distribution has no published records; the repository has")
+    published = PAGES["published_records"]()
+    for name in BUILT_IN:
+        assert PAGES["page"](name, published) == (PAGES["PAGES"] / f"{name}.md").read_text(encoding="utf-8"), (
+            f"the page of {name} is old; run python docs/backend_pages.py"
+        )
+    assert PAGES["page"]("splash", {}) != PAGES["page"]("splash", published)
 
 
 @with_every_cpu_kernel

@@ -253,7 +253,7 @@ class Compiles(Candidates):
 
 def tune_for_h100(monkeypatch, tmp_path, dtype):
     environment = {"cpu": "a CPU", "target": "cpu:a CPU", "versions": {}, "source": "", "flags": {}}
-    monkeypatch.setattr(tuning, "examine_here", lambda *limits: {"environment": environment})
+    monkeypatch.setattr(tuning, "examine_here", lambda *_: {"environment": environment})
     backend = Compiles(*({"block_size": size} for size in (32, 64, 128, 256, 512)))
     monkeypatch.setattr(tuning.registry, "get", lambda _: backend)
     request = tuning.TuneGrid(

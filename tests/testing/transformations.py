@@ -1,6 +1,6 @@
 """What JAX can do with a call: each of its transformations, and meshes, held to ``jax.nn`` in float64.
 
-``python -m attnsuite.testing.transformations standard chunked flash_cpu`` writes the table of docs/transformations.md.
+``python -m attnsuite.testing.transformations standard chunked flash_cpu`` writes its table.
 A cell says ``yes``, or the sentence with which the call was refused; anything else is a fault, and the exit code is 1.
 """
 

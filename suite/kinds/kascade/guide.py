@@ -1,6 +1,6 @@
 """The suite ``kascade-guide``: what the guides of Kascade on Llama report, measured on one checkpoint.
 
-The guides are read in docs/coming-from.md. Each has a schedule and a number of tiles of its own; both are measured
+The guides are read in docs/how-to/coming-from.md. Each has a schedule and a number of tiles; both are measured
 beside the paper's schedule, on the same text, with the controls of every Kascade case.
 """
 

@@ -14,7 +14,7 @@ from attnsuite.testing.problems import CASES
 
 # Kvax's dq kernel multiplies the query by the scale and rounds the product to half precision before it recomputes the
 # scores, which the forward pass does not: where logits are large its probabilities are not those of the forward pass.
-# Nothing outside of the kernel can mend that; docs/kvax.md says so.
+# Nothing outside of the kernel can mend that; docs/explanation/kvax.md says so.
 LOSES_DQ = ("big-logits-bfloat16", "big-logits-float16")
 
 
