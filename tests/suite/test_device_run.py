@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import pytest
 
 from attnsuite.backends import names
 from attnsuite.suite import device_run
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid import run
 from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.run import new_request
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS
 from attnsuite.suite.suites import DEVICE, QUICK
 from attnsuite.testing.problems import CASES
@@ -44,6 +49,20 @@ def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
     assert "16 problems" in contract
     assert "decode-s32768" in calls
     assert "prefill-text" in models
+
+
+@pytest.mark.parametrize("target", ["cuda:h100", "cpu:x"])
+@pytest.mark.parametrize("others", ["2 other processes", None])
+@pytest.mark.parametrize("busy", [False, True])
+def test_gpu_that_others_use_is_refused_unless_asked_for(monkeypatch, tmp_path, target, others, busy):
+    for module in (device_run, run):
+        monkeypatch.setattr(module, "used_by_others", lambda: others)
+    monkeypatch.setattr(run, "probe", lambda _: ({"target": target}, []))
+    quick = dataclasses.replace(new_request("quick", "standard", None, None, tmp_path, LIMITS), busy=busy)
+    for start in (quick.look, lambda: found(monkeypatch, tmp_path, target, {"standard"}, busy=busy)):
+        refused = target.startswith("cuda") and others and not busy
+        with pytest.raises(InputError, match="used by 2 other processes") if refused else contextlib.nullcontext():
+            start()
 
 
 def test_only_what_was_begun_is_resumed(monkeypatch, tmp_path):
