@@ -96,6 +96,15 @@ def test_layer_that_reuses_takes_the_selection_as_an_argument_and_hands_it_on(ki
     assert all("kascade_attend" in text for text in kernels)
 
 
+@pytest.mark.parametrize("role", ["anchor", "reuse"])
+def test_layer_in_a_role_has_the_gradients_that_its_case_asks_for(role):
+    case = OpCase(kind="op_forward_backward", sequence=256, kv_heads=2, dtype="bfloat16")
+    program = role_program(case, registry.get("kascade"), H100, role)
+    _, query, key, value, d_out, *_ = program.arguments
+    found, _ = jax.eval_shape(program.function, *program.arguments)
+    assert [array.shape for array in found] == [array.shape for array in (d_out, query, key, value)]
+
+
 @pytest.mark.parametrize("kind", ["model_prefill", "model_train", "model_decode"])
 def test_whole_model_is_made_of_shapes_alone(kind):
     case = ModelCase(kind=kind, model="llama-3.1-8b", sequence=8192, dtype="bfloat16", new_tokens=1)
