@@ -43,6 +43,8 @@ def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
     assert [case.name for case in made.judgement.cases if case.name not in CASES] == []
     kinds = [case.kind.partition("_")[0] for case in made.suite.cases]
     assert kinds == sorted(kinds, key=lambda kind: kind != "op")
+    takes = [case.dtype == "bfloat16" for case in made.suite.cases if case.kind.startswith("op_")]
+    assert takes == sorted(takes, reverse=True)  # Kvax's cells come first
     assert {case.name for case in QUICK.cases} <= {case.name for case in DEVICE.cases}
     device, contract, calls, models, _ = made.plan()
     assert device == "device:  cuda:h100; backends: kvax, standard"
