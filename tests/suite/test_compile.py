@@ -436,12 +436,13 @@ def test_page_shows_what_fits_what_does_not_and_why(compile_with_fakes, tmp_path
     assert min(fit, not_fit, refused) > 0
     assert (
         f"{len(records)} cells: {fit} compile and fit, {not_fit} do not fit the device, "
-        f"{refused} are refused by the backend." in page
+        f"{refused} are unsupported by the backend." in page
     )
     assert "3.00 GiB" in page
     assert "no fit (E1)" in page
     assert "**E1** JaxRuntimeError: exceeds available HBM (15.75G)." in page
-    assert "refused (R1)" in page
+    assert "Unsupported in every case, and in no table but the last: `cudnn` (R1)." in page
+    assert "|  | cudnn |" not in page.partition("<details>")[0]
     assert "**R1** cuDNN does not compile here." in page
     assert "4096 / 5120" in page
     assert "fits up to 4096 with `standard`" in page
