@@ -15,9 +15,10 @@ from attnsuite.backends import names
 
 from .doctor import examine_here
 from .errors import InputError
-from .grid.run import RunGrid, new_request, resumed_request
+from .grid.run import RunGrid, check_idle, new_request, resumed_request
 from .grid.running import Limits
 from .judgement import new_judgement, resumed_judgement
+from .measure.accelerator import used_by_others
 from .store import CONFORMANCE, MANIFEST
 from .suites import DEVICE
 
@@ -49,12 +50,19 @@ class DeviceRun:
         yield "It can be stopped at any moment: what is finished is kept, and --resume goes on."
 
 
-def device_run(backends: Sequence[str] | None, out: Path, limits: Limits, *, resume: bool) -> DeviceRun:
-    """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here."""
+def device_run(
+    backends: Sequence[str] | None, out: Path, limits: Limits, *, resume: bool, busy: bool = False
+) -> DeviceRun:
+    """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here.
+
+    A GPU that others use is refused unless ``busy``.
+    """
     if resume:
         return _resumed(backends, out, limits)
+    others = None if busy else used_by_others()
     found = examine_here()
     target = str(found["environment"]["target"])
+    check_idle(target, others)
     taken = tuple(backends or _taken(found, target.partition(":")[0]))
     return DeviceRun(target, _judgement(taken, out, limits), _suite(taken, out, limits))
 
@@ -64,7 +72,8 @@ def _judgement(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
 
 
 def _suite(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
-    return new_request(DEVICE.name, ",".join(backends), None, None, out, limits)
+    made = new_request(DEVICE.name, ",".join(backends), None, None, out, limits)
+    return dataclasses.replace(made, busy=True)  # was looked at before the contract
 
 
 def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> DeviceRun:

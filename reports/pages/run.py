@@ -50,6 +50,12 @@ METHOD = (
         "whose numbers fail the oracle show neither speed nor memory. A fallback goes under the name of what ran."
     ),
 )
+ON_DEVICE = (
+    "On an accelerator the median is of the time that the device computed, by its profile, each call on inputs of its "
+    "own that are in no cache. Calls in flight are the slope of two lengths of calls that wait for each other, so what "
+    "the host adds is in it. Profiles have no rounds: a ratio is of medians."
+)
+_APART = 0.05  # the device's time and the slope of calls in flight, above which the page says so
 PINNED = (
     "While a cell was timed, each thread of XLA's CPU pool stayed on a processor of its own (pinned threads, above). "
     "After a pause Linux may leave two of them on one."
@@ -131,6 +137,13 @@ def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
     if untimed := figures.untimed(shown.every):
         names = ", ".join(cell.record.key for cell in untimed)
         yield f"{plural(len(untimed), 'cell')} with samples that are no times show no speed: {names}."
+    apart = {cell.record.key: cell.speed.beside_device for cell in cells if cell.speed}
+    if apart := {key: share for key, share in apart.items() if abs(share) > _APART}:
+        yield (
+            f"In {plural(len(apart), 'cell')} the time of calls in flight differs by more than {_APART:.0%} from the "
+            "device's own time, which the tables show: the host starts calls slower than the device computes them, or "
+            f"kernels have gaps. {', '.join(f'{key} ({share:+.0%})' for key, share in apart.items())}."
+        )
     if impossible := [cell for cell in cells if cell.speed and (cell.speed.peak_share or 0.0) > 1]:
         yield (
             f"{plural(len(impossible), 'cell')} above 100% of the measured matmul peak: the peak is too low, or the "
@@ -232,8 +245,9 @@ def compiled_programs(shown: Shown) -> Iterator[Section]:
 
 def method(shown: Shown) -> Iterator[Section]:
     """How the figures are to be read."""
-    pinned = any(record.environment.get("pinned_threads") for record in shown.records)
-    yield Section("method", "How this was measured", items=(*METHOD, PINNED) if pinned else METHOD)
+    pinned = [PINNED] if any(record.environment.get("pinned_threads") for record in shown.records) else []
+    on_device = [ON_DEVICE] if any(record.device_seconds for record in shown.records) else []
+    yield Section("method", "How this was measured", items=(*METHOD, *pinned, *on_device))
 
 
 def reproduce(shown: Shown) -> Iterator[Section]:

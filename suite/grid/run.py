@@ -21,6 +21,7 @@ from ..errors import CellFailure, InputError, jax_does_not_start
 from ..kinds import kind_of, make_case, problem_of
 from ..kinds.kascade.methods import METHODS, SWEPT
 from ..kinds.kascade.words import KascadeWords, applied
+from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
 from ..model_suite import ModelSuiteWords, model_suite
@@ -52,7 +53,8 @@ class RunGrid(Grid):
 
     ``file`` is the path of the suite's file as it was given; None for a named suite. ``profile`` is a directory for
     profiles of the timed cells. ``sample_seconds`` is how long each cell is sampled; None for ten samples or a second.
-    ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them.
+    ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them. With ``busy`` a GPU that others
+    use is taken.
     """
 
     cases: tuple[Case, ...]
@@ -64,10 +66,20 @@ class RunGrid(Grid):
     shard: Shard | None = None
     profile: Path | None = None
     sample_seconds: float | None = None
+    busy: bool = False
 
     def look(self) -> tuple[Environment, list[Cell]]:
         """What this machine is, and the cells of the run on it. Raises InputError."""
-        return probe(self)
+        others = used_by_others() if self.is_timed and not self.busy else None
+        environment, cells = probe(self)
+        if others:
+            check_idle(environment.get("target", ""), others)
+        return environment, cells
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a case has times that other work on the machine would lengthen."""
+        return any(kind_of(case.kind).needs_ceilings for case in self.cases)
 
     def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of this run; that of a resumed run must be equal."""
@@ -87,7 +99,7 @@ class RunGrid(Grid):
 
     def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:
         """With the machine's ceilings, if anything is timed. The cells that are computed now are of one session."""
-        if any(kind_of(case.kind).needs_ceilings for case in self.cases):
+        if self.is_timed:
             environment = {**environment, "machine": _machine(directory, watcher)}
         return {**environment, "session": uuid.uuid4().hex[:12]}
 
@@ -197,6 +209,16 @@ def resumed_request(
     if kept.text is not None:
         checked_text(kept.text)
     return kept
+
+
+def check_idle(target: str, others: str | None) -> None:
+    """Raise InputError where the GPU of ``target`` computes for others (:func:`used_by_others`)."""
+    if others and target.startswith("cuda"):
+        raise InputError(
+            f"the GPU is used by {others} (nvidia-smi lists them); a run needs an idle one, or its times are too long. "
+            "Wait until they have ended, choose another GPU with CUDA_VISIBLE_DEVICES, or measure all the same with "
+            "--busy."
+        )
 
 
 def checked_text(text: TextFile) -> TextFile:

@@ -1,8 +1,8 @@
 """Time: lowering and compiling apart from running, and samples that wait for every output.
 
-A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`. ``statistics.py`` evaluates
-samples. The clock and the function that waits are taken when this module is imported, which is before a function of
-the user is: what that function replaces later measures nothing.
+A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`; on an accelerator
+``in_flight.py`` takes it. ``statistics.py`` evaluates samples. The clock and the function that waits are taken when
+this module is imported, which is before a function of the user is: what that function replaces later measures nothing.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ class Sampling:
         )
 
 
-def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
+def compile_program(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...] = ()
+) -> Compiled:
     """Lower and compile ``function`` for ``arguments``, timing the two apart."""
     start = clock()
-    lowered = jax.jit(function).lower(*arguments)
+    lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
     middle = clock()
     executable = lowered.compile()
     return Compiled(executable, middle - start, clock() - middle)

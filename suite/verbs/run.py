@@ -59,6 +59,8 @@ class Run(OnFleet):
     """Time that a cell may take to get ready, and again for its samples."""
     sample_seconds: Annotated[float | None, flag("SECONDS", "10 samples, or 1 second")] = None
     """How long each cell is sampled: more samples, narrower intervals (docs/how-to/guard.md)."""
+    busy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Measure on an NVIDIA GPU that other processes use; without it such a run does not start."""
     cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
     """Memory that a cell may hold, such as 4GiB or 500MB."""
     tile_size: Annotated[int | None, flag("KEYS", "the case's")] = None
@@ -87,7 +89,7 @@ _OWN_CELLS = {
     "sharded": ("suite", "out", "resume", *_FLEET),
     "curves": ("suite", "out", "resume", "model", "backends", "steps", "interpreted_steps", "mesh", *_FLEET),
 }
-_OF_DEVICE = ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds")
+_OF_DEVICE = ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds", "busy")
 _OF_CURVES = ("steps", "interpreted_steps", "mesh")
 
 
@@ -108,7 +110,12 @@ def run(command: Run) -> int:
         with progress(lambda: resuming(f"run --suite {grid.suite}", grid.out)) as display:
             execute(grid, display, fleet)
         return show(grid.out)
-    request = dataclasses.replace(_request(command), profile=command.profile, sample_seconds=_sample_seconds(command))
+    request = dataclasses.replace(
+        _request(command),
+        profile=command.profile,
+        sample_seconds=_sample_seconds(command),
+        busy=command.busy,
+    )
     if request.profile is not None:
         check_directory(request.profile)
     with progress(lambda: resuming("run", request.out)) as display:
@@ -133,9 +140,10 @@ def _device(command: Run) -> int:
 
     out, limits = directory_of(command, "device"), limits_of(command.cell_timeout, command.cell_memory)
     asked = None if command.backends is None else tuple(names_of(command.backends, "--backends"))
-    found = device_run(asked, out, limits, resume=command.resume)
+    found = device_run(asked, out, limits, resume=command.resume, busy=command.busy)
     print("\n".join(found.plan()), flush=True)
-    suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command))
+    busy = command.busy or found.suite.busy
+    suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command), busy=busy)
     with progress(lambda: resuming("run --suite device", out)) as display:
         judged = execute(found.judgement, display)
         print(f"{reports.conformance_overview(judged)}\nreport:  {reports.render(found.judgement.out)}")
