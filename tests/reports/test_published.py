@@ -22,6 +22,7 @@ if not PUBLISHED.is_dir():
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 TRAINING_SHARDED = PUBLISHED / "training-sharded"
 VERDICTS = PUBLISHED / "verdicts-cpu-amd-epyc"
+DEVICES = ("-device-h100", "-device-v5e", "-device-v6e")
 ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, VERDICTS.name)
 PAGES = {
     "cpu-amd-epyc": (),
@@ -61,7 +62,7 @@ def test_page_of_verdicts_is_rendered_again_the_same(tmp_path):
 
 def test_every_folder_with_records_has_its_page():
     folders = {path.parent.name for path in PUBLISHED.glob("*/records.jsonl")}
-    compiled = {f"compiled{suffix}" for suffix in ("", "-kascade", "-kernels", "-tax", "-v5e", "-v5e-4x4")}
+    compiled = {f"compiled{suffix}" for suffix in ("", "-kascade", "-kernels", "-tax", "-v5e", "-v5e-4x4", *DEVICES)}
     assert folders == {*PAGES, *ALONE, *compiled}
 
 

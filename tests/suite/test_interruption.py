@@ -183,6 +183,23 @@ except KeyboardInterrupt as error:
         process.kill()
     sys.exit(128 + error.args[0] if started else "a process was started, and nobody knows it")
 """
+TWICE = """
+import os, signal, sys, time
+from attnsuite.suite import entry
+
+class Ending:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+
+sys.modules["ending"] = Ending()  # is deleted when Python has taken its handlers back
+signal.signal(signal.SIGTERM, entry._interrupt)
+try:
+    exec(compile("os.kill(os.getpid(), signal.SIGTERM)", "/tempfile.py", "exec"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+except KeyboardInterrupt as error:
+    sys.exit(128 + error.args[0])
+"""
 IN_EXEC = """
 from attnsuite.suite import command_line
 
@@ -195,7 +212,9 @@ command_line.main([])
 
 
 @pytest.mark.parametrize(
-    "code", [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_A_START, IN_EXEC], ids=["garbage collector", "import", "start", "exec"]
+    "code",
+    [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_A_START, TWICE, IN_EXEC],
+    ids=["garbage collector", "import", "start", "twice", "exec"],
 )
 def test_signal_is_not_lost_where_python_drops_or_remembers_it(code, tmp_path):
     """JAX has a callback in the collector, verbs import late, workers start, exec makes a dataclass: runs met all."""
