@@ -76,10 +76,10 @@ def test_only_what_was_begun_is_resumed(monkeypatch, tmp_path):
             found(monkeypatch, tmp_path, "cpu:x", set(), **changes)
 
 
-def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(tmp_path, capsys, monkeypatch):
+def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, capsys, monkeypatch):
     monkeypatch.setattr(device_run, "PROBLEMS", ("causal",))
     monkeypatch.setattr(device_run, "_suite", _small)
-    out = tmp_path / "run"
+    out = new_run
     words = ["run", "--suite", "device", "--out", str(out)]
     assert code_of(*words, "--backends", "standard") == 0
     said = capsys.readouterr().out
