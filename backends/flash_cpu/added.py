@@ -189,6 +189,41 @@ class Added:
             e.ret(e.any(hidden().equals(0)))
         return e.function
 
+    def of_keys(
+        self, e: Function, s: Value, rows_: Value, row: Value, first: Value, positions: Value, rest: Value
+    ) -> Value:
+        """As :meth:`emit_fetch`, of one row and the vector of keys that begins at ``first``: one lane per key.
+
+        ``rest`` is room for a vector, ``positions`` are the keys' own.
+        """
+        lanes, type_ = self.isa.lanes, vector(i32, self.isa.lanes)
+        x = e.const(vector(f32, lanes), 0.0)
+        if self.arrays.names:
+            x = self._of_row(e, s, self.state.dims(s), rows_, row, first, rest)
+        if self.arrays.needs_positions:
+            query, keys = e.splat(self._number(rows_, "position", row, i32), lanes), positions.load(type_)
+            if self.arrays.alibi:
+                x = e.fma(e.splat(self._number(rows_, "slope", row, f32), lanes), _apart(e, query, keys), x)
+            if self.arrays.visible is not None:
+                (seen,) = expression.emit(e, self.isa, self.arrays.visible, query, keys)
+                x = e.select(seen, x, -math.inf)
+        return x
+
+    def modified_keys(self, e: Function, score: Value, rows_: Value, row: Value, positions: Value) -> Value:
+        """The first result of :meth:`modified`, of one row and a vector of keys; ``score`` is scaled and capped."""
+        lanes = self.isa.lanes
+        of_row = [e.splat(self._number(rows_, name, row, i32), lanes) for name in ("batch", "head", "position")]
+        return self._called(e, score, *of_row, positions.load(vector(i32, lanes)))[0]
+
+    def _number(self, rows_: Value, name: str, row: Value, type_: Any) -> Value:
+        return rows_.at(self._at[name]).at(row, 4).load(type_)
+
+    def _called(self, e: Function, *arguments: Value) -> tuple[Value, Value]:
+        code = self.arrays.score
+        assert code is not None  # noqa: S101 (asked by kernels with a score function)
+        found, slope = expression.emit(e, self.isa, code, *arguments)
+        return found * _LOG2_E, slope
+
     def modified(
         self, e: Function, score: Value, power: Value | float, rows_: Value, v: int, position: Value
     ) -> tuple[Value, Value]:
@@ -198,10 +233,7 @@ class Added:
         """
         lanes, type_ = self.isa.lanes, vector(i32, self.isa.lanes)
         indices = [rows_.at(self._at[name]).at(v * lanes, 4).load(type_) for name in ("batch", "head", "position")]
-        code = self.arrays.score
-        assert code is not None  # noqa: S101 (asked by kernels with a score function)
-        found, slope = expression.emit(e, self.isa, code, score * power, *indices, e.splat(position, lanes))
-        return found * _LOG2_E, slope
+        return self._called(e, score * power, *indices, e.splat(position, lanes))
 
     def _of_row(self, e: Function, s: Value, dims: Dims, rows_: Value, row: Value, first: Value, rest: Value) -> Value:
         """Mask and bias of one row and a vector of keys."""
@@ -250,11 +282,8 @@ class Added:
 
     def _distance(self, e: Function, rows_: Value, row: Value, position: Value) -> Value:
         """Of a vector of queries from a key."""
-        type_ = vector(i32, self.isa.lanes)
-        place = rows_.at(self._at["position"]).at(row, 4).load(type_)
-        apart = place - e.splat(position.load(i32), self.isa.lanes)
-        apart = e.max(apart, e.const(type_, 0) - apart)
-        return Value(e, e.builder.sitofp(apart.raw, vector(f32, self.isa.lanes)))
+        query = self._number(rows_, "position", row, vector(i32, self.isa.lanes))
+        return _apart(e, query, e.splat(position.load(i32), self.isa.lanes))
 
     def emit_gradient(self, module: ir.Module) -> ir.Function:
         """``added_gradient(state, rows, g, positions, slot, start, stop, slopes)``: the arguments as of ``fetch``.
@@ -307,3 +336,10 @@ class Added:
                         place.store(place.load(f32) + source.at(j, 4).load(f32))
 
                 e.either(self._is_whole(dims, "bias", first), whole, one_by_one)
+
+
+def _apart(e: Function, x: Value, y: Value) -> Value:
+    """Distances of vectors of positions, as float32."""
+    apart = x - y
+    apart = e.max(apart, e.const(x.type, 0) - apart)
+    return Value(e, e.builder.sitofp(apart.raw, vector(f32, x.type.count)))

@@ -125,7 +125,7 @@ class FlashCpu:
         given = _checked(options)
         how: dict[str, Any] = {"target": target, "mode": mode, "options": given}
         cached, mask = kv_cache.is_cache(spec), pairs(layout.mask)
-        decodes = mask is None and not given["batch_invariant"]
+        decodes = not given["batch_invariant"]
         undifferentiated = dataclasses.replace(spec, needs_grad=False)
         if spec.needs_grad and decodes and is_decode(undifferentiated):
             return decode.differentiated(
@@ -141,11 +141,10 @@ class FlashCpu:
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
         calls = Calls(spec, _isa(given["isa"], spec), whole=given["batch_invariant"])
         seen = visibility(spec, layout)
-        if by_decode:
-            return Plan(forward_only(functools.partial(_step, calls, seen)))
-        differentiable, traced = _differentiable(calls, seen)
-
         operands = functools.partial(_extra, spec, layout, seen, mask)
+        if by_decode:
+            return Plan(forward_only(functools.partial(_step, calls, seen, operands)))
+        differentiable, traced = _differentiable(calls, seen)
 
         def attend(
             query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
@@ -193,6 +192,7 @@ def _values(spec: AttentionSpec, key: Array, value: Array | None) -> Array:
 def _step(
     calls: Calls,
     seen: Visibility,
+    operands: Callable[[Terms], dict[str, Array]],
     query: Array,
     key: Array,
     value: Array | None,
@@ -204,7 +204,7 @@ def _step(
     del layer
     spec, sunk = calls.spec, _sunk(terms)
     merged = calls if sunk is None else dataclasses.replace(calls, float32_results=True)
-    found = merged.decode(query, key, _values(spec, key, value), seen)
+    found = merged.decode(query, key, _values(spec, key, value), seen, operands(terms))
     if not (spec.return_log_sum_exp or spec.has_sinks):
         return found[0], carry
     out, top, total = _with_sinks(sunk, (found[0], found[1], found[2]))[0]

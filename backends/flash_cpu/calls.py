@@ -18,7 +18,7 @@ from ..manual_axes import varying
 from . import expression, forward, targets
 from .added import Arrays
 from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
-from .decode_buffers import MOST_ROWS_PER_TILE, DecodeKernel
+from .decode_buffers import MOST_ROWS, MOST_ROWS_PER_TILE, DecodeKernel
 from .expression import Expression
 from .forward import Kernel
 from .isa import Isa
@@ -29,9 +29,8 @@ _NOTHING: Mapping[str, Any] = {}
 
 _LOG2_E = math.log2(math.e)
 
-# The decode kernel: the most query tokens and rows (tokens times the heads of a group), the fewest keys per range, and
-# about how many items per thread.
-DECODE_QUERIES, DECODE_ROWS = 16, 48
+# The decode kernel: the most query tokens, the fewest keys per range, and about how many items per thread.
+DECODE_QUERIES = 16
 DECODE_LEAST_KEYS, DECODE_ITEMS = 256, 4
 STAGE_ITEMS = 16  # of the forward pass, for each thread
 
@@ -191,13 +190,13 @@ class Calls:
         """KV heads whose keys of a slot lie side by side; 0 where each head's keys lie together."""
         return 0 if self.spec.kv_layout == "HND" else self.spec.num_kv_heads
 
-    def _decode_kernel(self, value_head_dim: int, **units: Any) -> DecodeKernel:
+    def _decode_kernel(self, value_head_dim: int, **more: Any) -> DecodeKernel:
         spec = self.spec
         tile = min(spec.query_length * spec.group_size, MOST_ROWS_PER_TILE)
         soft_cap = spec.logits_soft_cap is not None
         out, sums = self.kernel.out_dtype, spec.return_log_sum_exp or spec.has_sinks
         return DecodeKernel(
-            spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums, **units
+            spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums, **more
         )
 
     def decode_mass(
@@ -212,15 +211,18 @@ class Calls:
         found = self.call("decode", kernel, arrays, P=-(-self.spec.key_value_length // unit))
         return found["mass"], found.get("out")
 
-    def decode(self, query: Array, key: Array, value: Array, seen: Visibility) -> tuple[Array, ...]:
+    def decode(
+        self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any] = _NOTHING
+    ) -> tuple[Array, ...]:
         """The output of a few query rows; for a spec with a log-sum-exp or sinks all results of :meth:`forward`."""
-        kernel = self._decode_kernel(self.spec.value_head_dim or 0)
+        arrays_ = self.adding(extra).arrays
+        kernel = self._decode_kernel(self.spec.value_head_dim or 0, arrays=arrays_)
 
         def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
-            own = calls._decode_kernel(kernel.value_head_dim)
+            own = calls._decode_kernel(kernel.value_head_dim, arrays=arrays_)
             return calls.call("decode", own, arrays, P=calls._ranges(self.spec.key_value_length))
 
-        arrays = {"query": query, "key": key, "value": value, **seen.by_name}
+        arrays = {"query": query, "key": key, "value": value, **seen.by_name, **extra}
         return self._by_shares(compute, arrays, *(x.name for x in kernel.results))
 
     def decode_listed(
@@ -263,15 +265,13 @@ class Calls:
 
 
 def is_decode(spec: AttentionSpec) -> bool:
-    """Whether the decode kernel is used: a few rows per KV head, no gradient, and nothing but a mask of intervals.
+    """Whether the decode kernel is used: a few rows per KV head, and no gradient.
 
     It reads a key for all tokens of a step, so they have to be of one document: NaN stays out of all others.
     """
-    few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= DECODE_ROWS
+    few = spec.query_length <= DECODE_QUERIES and spec.query_length * spec.group_size <= MOST_ROWS
     one_document = spec.query_length == 1 or not spec.has_segment_ids
-    more = spec.needs_grad or spec.has_bias or spec.has_alibi
-    more = more or spec.score_function is not None or not by_interval(spec)
-    return few and one_document and not more
+    return few and one_document and not spec.needs_grad
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,8 @@ One item is a range of the keys of one KV head, or of all KV heads where their k
     O[r, d] += sum_k 2**(s[r, k] - m[r]) V[k, d]     lanes over d
 
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
-A block of keys that no row sees is not read, nor any value that no row sees.
+A block of keys that no row sees is not read, nor any value that no row sees. What is added to the scores of a block
+(``added.py``) is written where they will stand, before the keys meet the queries.
 
 There are two more forms (``DecodeKernel.units``). Each KV head has a list of units of its own, and a range is a part of
 the list. Or each unit is a range, and phase 2 gives its attention mass, pooled over the rows of a KV head; with values
@@ -30,9 +31,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import elements, rows
-from .decode_buffers import BLOCK_KEYS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
-from .decode_parts import emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
+from . import added, elements, rows
+from .added import Added
+from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
+from .decode_parts import emit_add, emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, fits
 from .handler import Dims, Phase, Signature, State
@@ -48,7 +50,7 @@ def signature(isa: Isa, kernel: DecodeKernel) -> Signature:
 
     def requires(dims: Dims) -> list[tuple[Any, str]]:
         if kernel.units != "mass":
-            return fits(dims)
+            return [*fits(dims), *added.fits(kernel.arrays, dims)]
         units = (dims["S"] + (kernel.unit - 1)) // kernel.unit
         return [*fits(dims), (units.equals(dims["P"]), "the mass has not one number for each unit of keys.")]
 
@@ -78,10 +80,12 @@ class Walk:
     """What the items of a decode step do with a block of keys: the functions of this file, in the module."""
 
     def __init__(self, module: ir.Module, buffers: Buffers, state: State) -> None:
-        self.buffers, self.state = buffers, state
-        self.read = emit_read(module, buffers, state)
+        self.buffers, self.state, arrays = buffers, state, buffers.kernel.arrays
+        extra = Added(buffers.isa, arrays, state, MOST_ROWS) if arrays.any else None
+        self.read = emit_read(module, buffers, state, extra)
+        self._add = None if extra is None else emit_add(module, buffers, extra)
         self._see, self._score = emit_see(module, buffers), emit_score(module, buffers)
-        self._soften = emit_soften(module, buffers)
+        self._soften = emit_soften(module, buffers, extra)
         shapes = {shape for _, _, shape in tiles(buffers)} if buffers.kernel.value_head_dim else ()
         self._weigh = {shape: emit_weigh(module, buffers, *shape) for shape in shapes}
         self._widen = emit_widen(module, buffers) if buffers.widens_values else None
@@ -123,6 +127,9 @@ class Walk:
                 with e.loop(0, heads) as h:
                     row = w.at(h * own)
                     seen.set(e.run(self._see, row, positions.at(k, 4), ids.at(k, 4), n, count))
+                    if self._add is not None:
+                        with e.when(seen() > 0):
+                            seen.set(e.run(self._add, s, row, k, positions.at(k, 4), n, count))
                     with e.when(seen() > 0):
                         fetched = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
                         e.run(

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from . import rows
+from .added import Added, Arrays
 from .emit import Value, aligned
 from .forward import SUMS, operands
 from .handler import Dims, Operand
@@ -15,6 +16,7 @@ from .products import split
 BLOCK_KEYS = 64
 WEIGHED_KEYS = 16  # whose values meet all rows before the next keys' do, so that they stay in the first cache
 MOST_ROWS_PER_TILE = 4
+MOST_ROWS = 48  # of a KV head: tokens times the heads of a group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class DecodeKernel:
 
     ``units`` says what is done with units of ``unit`` keys: only those that are ``"listed"`` for a KV head are attended
     to, or the ``"mass"`` of each is a result, mostly without values (dimension 0).
+    ``arrays`` are those of ``added.py``.
     """
 
     dtype: str
@@ -38,6 +41,7 @@ class DecodeKernel:
     sums: bool = False
     units: Literal["", "listed", "mass"] = ""
     unit: int = 0
+    arrays: Arrays = Arrays()  # noqa: RUF009 (a frozen value)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -50,7 +54,7 @@ class DecodeKernel:
         if self.units == "mass":  # the result says how many units there are
             return tuple(x for x in found if self.value_head_dim or x.name != "value")
         listed = [Operand("listed", "int32", ("B", "K", "W"))] if self.units == "listed" else []
-        return (*found, Operand("ranges", "float32", ("L", "P")), *listed)
+        return (*found, Operand("ranges", "float32", ("L", "P")), *listed, *self.arrays.operands)
 
     @property
     def results(self) -> tuple[Operand, ...]:
@@ -74,10 +78,13 @@ class Buffers:
         # Where a row ends inside a vector, a few keys, or a block of values, are copied first.
         self.widens_keys = self.width != kernel.head_dim
         self.widens_values = self.value_width != kernel.value_head_dim
-        # One behind the other: copied keys, flags of a block's keys, a copied block of values, the rows.
+        # One behind the other: copied keys, flags of a block's keys, a copied block of values, what is added to the
+        # rows' scores (positions of a block's keys, and the rows of ``added.py``), the rows.
         self.flags = aligned(isa.lanes * self.width * 4)
         self.values = self.flags + aligned(BLOCK_KEYS * 4)
-        self.fixed = self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)
+        self.positions = self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)
+        self.added = self.positions + BLOCK_KEYS * 4 * kernel.arrays.any
+        self.fixed = self.added + aligned(Added.row_bytes(MOST_ROWS)) * kernel.arrays.any
         self.per_row = (self.width + 2 * BLOCK_KEYS + isa.lanes) * 4  # query, scores, products, interval and id
 
     def padded_rows(self, dims: Dims) -> Any:

@@ -8,19 +8,22 @@ from __future__ import annotations
 from llvmlite import ir
 
 from . import elements, rows
+from .added import Added
 from .decode_buffers import BLOCK_KEYS, Buffers, Rows
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import State
 from .isa import Isa
-from .softmax import HIDDEN, SCALE, capped
+from .softmax import GRADIENT_SCALE, HIDDEN, LOG_2, SCALE, capped
+
+_NO_WEIGHT = -0.0  # of a hidden key, where a row's terms hide keys that others see: its value may be anything
 
 
-def emit_read(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
+def emit_read(module: ir.Module, buffers: Buffers, state: State, added: Added | None) -> ir.Function:
     """``read(state, workspace, partial, head)``: the rows as float32 with their numbers, and a fresh partial result."""
     isa, kernel = buffers.isa, buffers.kernel
     copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim)
     fill = rows.fill(module, isa)
-    size = elements.SIZE[kernel.dtype]
+    size, more = elements.SIZE[kernel.dtype], None if added is None else added.emit_rows(module)
     with Function(module, "read", [ptr, ptr, ptr, i64]) as (e, (s, w, partial, head)):
         dims = state.dims(s)
         heads = dims["N"]
@@ -37,6 +40,8 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
             e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
             for n, name in enumerate(("first", "last", "query_id")):
                 row.number(r, n).store(state.pointer(s, f"data:{name}").at(layout + r // group, 4).load(i32))
+        if more is not None:
+            e.run(more, s, batch, head % dims["K"], 0, count, w.at(buffers.added))
     return e.function
 
 
@@ -72,6 +77,35 @@ def emit_see(module: ir.Module, buffers: Buffers) -> ir.Function:
             step(k, lanes, k, None)
         with e.loop(whole, BLOCK_KEYS) as k:
             step(k, None, e.min(k, keys - 1), k < keys)
+        e.ret(total().integer(i64))
+    return e.function
+
+
+def emit_add(module: ir.Module, buffers: Buffers, added: Added) -> ir.Function:
+    """``add(state, workspace, slot, positions, keys, rows) -> whether some row sees some key``, after ``see``.
+
+    The scores of the visible keys of a block, which begins at ``slot``, are set to what is added to them, in powers of
+    two. What that hides is hidden as by ``see``.
+    """
+    lanes = buffers.isa.lanes
+    type_ = vector(f32, lanes)
+    with Function(module, "add", [ptr, ptr, i64, ptr, i64, i64], i64) as (e, (s, w, slot, positions, keys, count)):
+        row, flags, places = Rows(buffers, w), w.at(buffers.flags), w.at(buffers.positions)
+        rest, none, total = e.stack(type_), e.const(vector(i32, lanes), 0), e.variable(e.const(i32, 0))
+        rest.store(e.const(type_, 0.0))
+        if added.arrays.needs_positions:
+            with e.loop(0, BLOCK_KEYS) as k:
+                places.at(k, 4).store(positions.at(e.min(k, keys - 1), 4).load(i32))
+        with e.loop(0, keys, lanes) as k:
+            flag = e.variable(none)
+            with e.loop(0, count) as r:
+                place = row.scores(r).at(k, 4)
+                x = added.of_keys(e, s, w.at(buffers.added), r, slot + k, places.at(k, 4), rest)
+                hidden = (place.load(type_) < 0.0) | (x <= HIDDEN / 2)
+                place.store(e.select(hidden, e.const(type_, HIDDEN), x))
+                flag.set(e.select(hidden, flag(), e.const(none.type, 1)))
+            flags.at(k, 4).store(flag())
+            total.set(total() | e.reduce("smax", flag()))
         e.ret(total().integer(i64))
     return e.function
 
@@ -128,21 +162,32 @@ def _across(e: Function, vectors: list[Value]) -> Value:
     return x
 
 
-def emit_soften(module: ir.Module, buffers: Buffers) -> ir.Function:
+def emit_soften(module: ir.Module, buffers: Buffers, added: Added | None) -> ir.Function:
     """``soften(workspace, row, partial, numbers)``: products become scores in powers of two, and scores weights.
 
     The row's maximum, sum and output follow. A product that is not finite makes the sum NaN (``x - x`` is 0 or NaN):
     it is neither hidden nor made finite by a soft cap. The maximum passes over it.
     """
-    isa, type_ = buffers.isa, vector(f32, buffers.isa.lanes)
+    isa, type_, lanes = buffers.isa, vector(f32, buffers.isa.lanes), buffers.isa.lanes
     with Function(module, "soften", [ptr, i64, ptr, ptr]) as (e, (w, r, partial, numbers)):
         scores, products = Rows(buffers, w).scores(r), Rows(buffers, w).products(r)
         top_at, total_at = partial.at(buffers.value_width, 4), partial.at(buffers.value_width + 1, 4)
         highest, scale = e.variable(e.const(type_, HIDDEN)), e.splat(numbers.at(SCALE).load(f32), isa.lanes)
         with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
             place, raw = scores.at(k, 4), products.at(k, 4).load(type_)
-            x = capped(e, isa, raw, numbers) if buffers.kernel.soft_cap else raw * scale
-            x = e.select(place.load(type_) < 0.0, e.const(type_, HIDDEN), x + (raw - raw))
+            x, term = capped(e, isa, raw, numbers) if buffers.kernel.soft_cap else raw * scale, place.load(type_)
+            if added is None:
+                x = e.select(term < 0.0, e.const(type_, HIDDEN), x + (raw - raw))
+            else:
+                if added.arrays.score is not None:
+                    x = (
+                        x * LOG_2
+                        if buffers.kernel.soft_cap
+                        else raw * e.splat(numbers.at(GRADIENT_SCALE).load(f32), lanes)
+                    )
+                    x = added.modified_keys(e, x, w.at(buffers.added), r, w.at(buffers.positions).at(k, 4))
+                x = x + term + (raw - raw)
+                x = e.select((term <= HIDDEN / 2) | (x <= HIDDEN / 2), e.const(type_, HIDDEN), x)
             place.store(x)
             highest.set(e.max(x, highest()))
         old = top_at.load(f32)
@@ -152,7 +197,8 @@ def emit_soften(module: ir.Module, buffers: Buffers) -> ir.Function:
         with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
             place = scores.at(k, 4)
             x = place.load(type_)
-            p = e.select(x < HIDDEN / 2, e.const(type_, 0.0), elements.exp2(e, isa, x - wide) + (x - x))
+            nothing = e.const(type_, 0.0 if added is None else _NO_WEIGHT)
+            p = e.select(x < HIDDEN / 2, nothing, elements.exp2(e, isa, x - wide) + (x - x))
             place.store(p)
             fresh.set(fresh() + p)
         with e.when(new > old), e.loop(0, buffers.value_width, isa.lanes) as d:
@@ -192,7 +238,10 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
             for i in range(count):
                 p = e.splat(weights[i].at(k, 4).load(f32), isa.lanes)
                 for j in range(vectors):
-                    sums[i][j].set(e.fma(p, value[j], sums[i][j]()))
+                    weighed = e.fma(p, value[j], sums[i][j]())
+                    if kernel.arrays.any:
+                        weighed = e.select(p.bits_as(vector(i32, isa.lanes)).equals(-(2**31)), sums[i][j](), weighed)
+                    sums[i][j].set(weighed)
         for i in range(count):
             for j in range(vectors):
                 places[i][j].store(places[i][j].load(type_) + sums[i][j]())

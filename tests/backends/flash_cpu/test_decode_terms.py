@@ -1,0 +1,130 @@
+"""The decode kernel with what is added to scores, and with functions: bias, mask and slope arrays are read in place."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
+
+from attnsuite.backends import Target, attention, masks, plan, registry
+from attnsuite.backends.flash_cpu import added, decode_parts
+from attnsuite.backends.flash_cpu.calls import Calls
+from attnsuite.backends.flash_cpu.emit import f32, vector
+from attnsuite.testing import layouts
+from attnsuite.testing.caches import Cache
+from attnsuite.testing.cases import case, leaning
+from attnsuite.testing.problems import arrays, solve, spec_of
+from emitted import set_apart
+
+
+def step(*terms, T=4, S=299, **options):
+    """A step of two sequences behind caches that end inside a vector of keys."""
+    layout = layouts.together(layouts.decoding(299, 90), *terms)
+    return case(T=T, S=S, N=4, K=2, is_causal=True, layout=layout, **{"needs_grad": False, **options})
+
+
+STEPS = {
+    "alibi": step(layouts.alibi),
+    "alibi-pages": step(layouts.alibi, T=1, S=304, cache=Cache(page_size=16)),
+    "bias": step(layouts.bias(heads=True)),
+    "bias-broadcast": step(layouts.bias(heads=False), T=1, logits_soft_cap=4.0),
+    "bias-of-minus-infinity": step(layouts.closing_bias),
+    "mask": step(layouts.mask(heads=True), T=1),
+    "everything": step(
+        layouts.mask(heads=True), layouts.bias(heads=True), layouts.alibi, layouts.sinks, T=16,
+        score_function=leaning, logits_soft_cap=3.0,
+    ),
+    "score": step(score_function=leaning),
+    "function": step(T=1, mask_function=masks.Dilated(2), dtype="bfloat16"),
+}  # fmt: skip
+
+
+@functools.cache
+def problem(name, kv_layout="NHD"):
+    given = dataclasses.replace(STEPS[name], options={**STEPS[name].options, "kv_layout": kv_layout})
+    layout, terms, inputs = arrays(given, name)
+    return solve(spec_of(given, layout, terms, inputs), layout, inputs, terms)
+
+
+def verdict(given):
+    made = plan(registry.get("flash_cpu"), given.spec, given.layout, target=Target.here())
+    return given.verdict("output", made.run(*given.inputs[:3], terms=given.terms)[0])
+
+
+@pytest.fixture
+def decode_alone(monkeypatch):
+    def not_asked(*_, **__):
+        raise AssertionError("the forward kernel is made for many queries")
+
+    monkeypatch.setattr(Calls, "forward", not_asked)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.usefixtures("decode_alone")
+def test_step_with_terms_takes_the_decode_kernel_and_passes_the_judge(name, kv_layout):
+    found = verdict(problem(name, kv_layout))
+    assert found.passed, found
+
+
+def nothing_added(patch):
+    """Mask, bias, slopes and mask function are not asked."""
+    patch.setattr(added.Added, "of_keys", lambda self, e, *_: e.const(vector(f32, self.isa.lanes), 0.0))
+
+
+def next_row_asked(patch):
+    """Each row takes the terms of the row behind it."""
+    of_keys = added.Added.of_keys
+    patch.setattr(
+        added.Added, "of_keys", lambda self, e, s, rows_, row, *more: of_keys(self, e, s, rows_, row + 1, *more)
+    )
+
+
+def score_function_not_asked(patch):
+    """The score goes on in powers of two, as it was."""
+    patch.setattr(added.Added, "modified_keys", lambda _self, _e, score, *_: score * added._LOG2_E)
+
+
+FAULTS = [
+    *((nothing_added, name) for name in STEPS if name != "score"),
+    *((next_row_asked, name) for name in ("alibi", "bias", "mask")),
+    (score_function_not_asked, "score"),
+    (score_function_not_asked, "everything"),
+]
+
+
+@pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
+def test_step_with_a_fault_fails(monkeypatch, tmp_path, fault, name):
+    verdict(problem(name))  # self-test first
+    set_apart(monkeypatch, tmp_path, f"decode, {name}, fault: {fault.__name__}")
+    fault(monkeypatch)
+    assert not verdict(problem(name)).passed
+
+
+def _hidden_from_one_head(keys=99):
+    """A step whose second head may not see a slot that its group's first head sees, where the value is NaN."""
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        rng.standard_normal((1, n, heads, 32), np.float32) for n, heads in ((1, 2), (keys, 1), (keys, 1))
+    )
+    value[0, 40] = np.nan
+    mask = np.ones((1, 2, 1, keys), bool)
+    mask[0, 1, 0, 40] = False
+    run = functools.partial(attention, jnp.asarray(query), jnp.asarray(key), mask=jnp.asarray(mask), needs_grad=False)
+    return (np.asarray(run(jnp.asarray(x), backend="flash_cpu"))[0, 0] for x in (value, np.nan_to_num(value)))
+
+
+@pytest.mark.usefixtures("decode_alone")
+def test_nan_reaches_no_row_that_a_mask_hides_it_from():
+    out, right = _hidden_from_one_head()
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[1], right[1])
+
+
+def test_nan_would_reach_it_if_hidden_keys_had_the_weight_zero(monkeypatch, tmp_path):
+    set_apart(monkeypatch, tmp_path, "decode, fault: weight of zero")
+    monkeypatch.setattr(decode_parts, "_NO_WEIGHT", 0.0)
+    assert np.isnan(next(_hidden_from_one_head(keys=98))).all()  # a program of its own
