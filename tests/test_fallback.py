@@ -25,7 +25,7 @@ MASKED = AttentionSpec(
     batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
 )
 DILATED = dataclasses.replace(LONG, mask_function=masks.Dilated(2))
-KINDS = jnp.arange(256) % 3
+KINDS = jnp.arange(2**17) % 3  # more than a kernel holds
 LOOKED_UP = dataclasses.replace(LONG, mask_function=masks.Where(lambda q, k: KINDS[q] == KINDS[k]))
 WIDE = dataclasses.replace(LONG, dtype="float64")
 
@@ -36,7 +36,7 @@ EXPECTED = [
     ("auto", DECODE, "flash_cpu", "native", ()),
     ("auto", MASKED, "flash_cpu", "native", ()),
     ("auto", DILATED, "flash_cpu", "native", ()),
-    ("auto", LOOKED_UP, "chunked", "native", ("flash_cpu:", "mask_function", "holds an array int32[256]")),
+    ("auto", LOOKED_UP, "chunked", "native", ("flash_cpu:", "mask_function", "holds an array int32[131072]")),
     ("standard", LONG, "standard", "native", ()),
     ("chunked", LONG, "chunked", "native", ()),
     ("chunked", WIDE, "standard", "fallback", ("chunked:", "float64", "flash_cpu:")),

@@ -3,13 +3,16 @@
 A function is traced once with scalars. Its jaxpr, with calls inlined, is a list of operations on float32, int32 and
 bool (:class:`Expression`), which is a part of the kernel's key in the cache. :func:`emit` writes the operations on
 vectors. So a kernel evaluates the function where it has the score, and nothing of size T x S is made, as FlexAttention
-does on GPUs (arXiv 2412.05496). The operations of :data:`_OPERATIONS` are taken, everything else is unsupported.
+does on GPUs (arXiv 2412.05496). An array that the function indexes with scalars, ``table[i, j]``, is a constant of the
+kernel (:class:`Table`). The operations of :data:`_OPERATIONS` are taken, everything else is unsupported.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,16 +24,29 @@ from llvmlite import ir
 
 from .. import scores
 from . import elements
-from .emit import Function, Value, f32, i1, i32, vector
+from .emit import Function, Value, constant, f32, i1, i32, i64, vector
 from .isa import Isa
 
 _TYPES = {"float32": f32, "int32": i32, "bool": i1}
 MOST = 4000  # operations: LLVM takes about a second for so many
+MOST_NUMBERS = 2**16  # of a table: 256 KiB in the kernel's object file
 
 # Primitives that are a function and no more, and the parameter that holds its jaxpr. A loop has one too.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
-Operand = int | tuple[float | int | bool, str]  # the number of an earlier value (arguments first), or a constant
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """An array of numbers of four bytes; a bool is 0 or 1. ``digest`` stands for the numbers in a kernel's key."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    numbers: bytes = dataclasses.field(repr=False)
+
+
+# The number of an earlier value (arguments first), a constant, or an array.
+Operand = int | tuple[float | int | bool, str] | Table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +100,8 @@ def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...])
     steps: list[Step] = []
     found = tuple(_inlined(closed.jaxpr, closed.consts, list(range(len(arguments))), len(arguments), steps))
     given = tuple(_dtype(x, arguments, steps) for x in found)
+    if any(x.shape for x in closed.out_avals):
+        raise UnsupportedError(f"gives {', '.join(map(str, closed.out_avals))} for one pair, which is no number")
     if given != results:
         raise UnsupportedError(f"gives {', '.join(given)} for one pair, not {', '.join(results)}")
     if len(steps) > MOST:
@@ -94,6 +112,8 @@ def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...])
 def _dtype(x: Operand, arguments: tuple[str, ...], steps: list[Step]) -> str:
     if isinstance(x, tuple):
         return x[1]
+    if isinstance(x, Table):
+        return x.dtype
     return arguments[x] if x < len(arguments) else steps[x - len(arguments)].dtype
 
 
@@ -113,7 +133,9 @@ def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: l
             values |= dict(zip(eqn.outvars, _inlined(inner.jaxpr, inner.consts, operands, first, steps), strict=True))
             continue
         aval = eqn.outvars[0].aval
-        scalars = all(not x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+        tables = [isinstance(x, Table) for x in operands]
+        looks_up = name == "dynamic_slice" and tables[0] and not any(tables[1:])
+        scalars = aval.size == 1 and (looks_up or not any(tables))
         if name not in _OPERATIONS or not scalars or aval.dtype.name not in _TYPES:
             raise UnsupportedError(f"uses {name} of {aval.dtype.name}{list(aval.shape)}, which the kernels do not have")
         how = eqn.params.get("y", eqn.params.get("rounding_method", ""))
@@ -123,17 +145,27 @@ def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: l
 
 
 def _constant(x: Any) -> Operand:
+    text = f"{x.dtype.name}{list(x.shape)}"
+    if isinstance(x, jax.core.Tracer):
+        raise UnsupportedError(f"holds an array {text} that is traced, and the kernels have constants alone")
     number = np.asarray(x)
-    if number.shape or number.dtype.name not in _TYPES:
-        raise UnsupportedError(f"holds an array {number.dtype.name}{list(number.shape)}, which the kernels do not read")
-    return number.item(), number.dtype.name
+    if number.dtype.name not in _TYPES or not 0 < number.size <= MOST_NUMBERS:
+        raise UnsupportedError(
+            f"holds an array {text}, and the kernels read float32, int32 and bool, of at most {MOST_NUMBERS} numbers"
+        )
+    if number.size == 1:
+        return number.item(), number.dtype.name
+    raw = (number.astype(np.int32) if number.dtype == bool else number).tobytes()
+    return Table(number.shape, number.dtype.name, hashlib.sha256(raw).hexdigest(), raw)
 
 
 def emit(e: Function, isa: Isa, expression: Expression, *arguments: Value) -> list[Value]:
     """The results for vectors of arguments."""
     values = list(arguments)
 
-    def value(x: Operand) -> Value:
+    def value(x: Operand) -> Value | Table:
+        if isinstance(x, Table):
+            return x
         return values[x] if isinstance(x, int) else e.const(vector(_TYPES[x[1]], isa.lanes), x[0])
 
     for step in expression.steps:
@@ -178,6 +210,26 @@ def _divided(lanes: _Lanes, x: Value, y: Value, *, remainder: bool) -> Value:
     if remainder:
         return lanes.e.select(none, x, x % safe)
     return lanes.e.select(none, lanes.const(-1), lanes.e.select(minus, lanes.const(0) - x, x // safe))
+
+
+def _looked_up(lanes: _Lanes, table: Value | Table, *indices: Value) -> Value:
+    """The numbers at these indices, lane by lane. An index is moved into the array, as XLA does."""
+    if not isinstance(table, Table):  # an array of one number is that number
+        return table
+    e, name, place = lanes.e, f"table_{table.digest}", lanes.e.const(indices[0].type, 0)
+    for i, (index, size) in enumerate(zip(indices, table.shape, strict=True)):
+        inside = e.max(e.min(index, size - 1), 0)
+        place = place + inside * math.prod(table.shape[i + 1 :])
+    if name not in e.module.globals:
+        constant(e.module, name, table.numbers)
+    start, found = Value(e, e.module.globals[name]), ir.Constant(lanes.type, ir.Undefined)
+    for lane in range(lanes.isa.lanes):
+        at = ir.Constant(i32, lane)
+        one = Value(e, e.builder.extract_element(place.raw, at)).integer(i64)
+        number = start.at(one, 4).load(f32 if table.dtype == "float32" else i32, 1)
+        number = _unequal(lanes, number, e.const(i32, 0)) if table.dtype == "bool" else number
+        found = e.builder.insert_element(found, number.raw, at)
+    return Value(e, found)
 
 
 def _larger(lanes: _Lanes, x: Value, y: Value) -> Value:
@@ -256,5 +308,6 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "is_finite": lambda _, x: (x - x).equals(0.0),
     "select_n": lambda lanes, which, no, yes: lanes.e.select(which, yes, no),
     "convert_element_type": _converted,
-    **dict.fromkeys(("broadcast_in_dim", "copy", "stop_gradient"), lambda _, x: x),
+    "dynamic_slice": _looked_up,
+    **dict.fromkeys(("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient"), lambda _, x: x),
 }

@@ -10,9 +10,11 @@ pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 from attnsuite.backends import Target, attention, make_spec, masks, registry, scores, support
 from attnsuite.backends.flash_cpu import expression
 from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i32, ptr, vector
-from emitted import ISAS, compiled
+from attnsuite.testing import checks, problems
+from attnsuite.testing.cases import case
+from emitted import ISAS, compiled, set_apart
 
-TABLE = np.arange(8, dtype=np.float32)
+TABLE, LARGE = np.arange(8, dtype=np.float32), np.zeros(2**16 + 1, np.int32)
 # ruff: noqa: ARG005 (a score function has five arguments)
 SCORES = {
     "arithmetic": lambda s, b, h, q, k: s * 0.5 - b + h / 7 + (q - k) * 0.25 - (-s) ** 3 + (2 + s * s) ** -2,
@@ -31,7 +33,9 @@ SCORES = {
     "no-gradient": lambda s, b, h, q, k: s * jax.lax.stop_gradient(jnp.tanh(s)),
 }  # fmt: skip
 UNSUPPORTED = {
-    "looks up": lambda q, k: jnp.asarray(TABLE)[q] == jnp.asarray(TABLE)[k],
+    "large": lambda q, k: jnp.asarray(LARGE)[q] == k,
+    "of half": lambda q, k: jnp.asarray(TABLE.astype(np.float16))[q] > 0,
+    "changed": lambda q, k: (jnp.asarray(LARGE[:9]) + q)[k] > 0,
     "of a block": lambda q, k: q[:, :1] == k,
     "of many": lambda q, k: jnp.concatenate([jnp.stack([q, k])] * 2)[0] > k,
     "loop": lambda q, k: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, q) > k,
@@ -42,6 +46,7 @@ MASKS = (
     masks.Dilated(3) | masks.Neighbourhood(4, 2),
     ~masks.Tree((-1, 0, 0, 1, 1, 2)) & masks.Chunk(5),
     masks.Where(lambda q, k: (q * k) % 7 < 4),
+    masks.Where(lambda q, k: jnp.asarray(TABLE)[q % 8 - 3] == jnp.asarray(TABLE)[k % 8]),
 )
 
 
@@ -81,7 +86,7 @@ def test_score_and_its_derivative_are_those_of_jax(name, isa):
             np.testing.assert_allclose(x, right, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=["named", "tree", "users"])
+@pytest.mark.parametrize("mask", MASKS, ids=["named", "tree", "users", "table"])
 def test_mask_is_that_of_jax(mask):
     code = expression.of_mask(mask)
     for isa in ISAS:
@@ -93,7 +98,9 @@ def test_mask_is_that_of_jax(mask):
 @pytest.mark.parametrize(
     ("name", "clause"),
     [
-        ("looks up", "it holds an array"),
+        ("large", "it holds an array int32.65537., and the kernels read"),
+        ("of half", "it holds an array float16"),
+        ("changed", "it uses add of"),
         ("loop", "it uses scan"),
         ("condition", "it uses cond"),
         ("of a block", "it cannot be traced with one pair"),
@@ -105,6 +112,49 @@ def test_function_that_the_kernels_do_not_have_is_unsupported_with_its_reason(na
         expression.UnsupportedError, match=f"mask_function=.* is not supported by flash_cpu: .*{clause}"
     ):
         expression.of_mask(UNSUPPORTED[name])
+
+
+def test_traced_array_is_unsupported():
+    def of_table(table):
+        return expression.of_mask(lambda q, k: table[q] == k)
+
+    with pytest.raises(expression.UnsupportedError, match=r"it holds an array int32\[9\] that is traced"):
+        jax.jit(of_table)(jnp.arange(9))
+
+
+KINDS = jnp.arange(256) % 3
+BY_DISTANCE = jnp.asarray(np.random.default_rng(0).standard_normal((4, 48)), jnp.float32)
+FAR = jnp.arange(256) > 200
+
+
+def by_table(score, batch, head, query, key):
+    of_distance, of_key = (BY_DISTANCE[at].astype(score.dtype) for at in ((head, (query - key) % 48), (0, key % 48)))
+    return score * (1 + 0.1 * of_distance) + of_key
+
+
+READING = case(
+    T=130,
+    mask_function=masks.Causal() & masks.Where(lambda q, k: (KINDS[q] == KINDS[k]) | FAR[k]),
+    score_function=by_table,
+)
+
+
+def _of_tables():
+    layout, terms, inputs = problems.arrays(READING, "tables")
+    given = problems.solve(problems.spec_of(READING, layout, terms, inputs), layout, inputs, terms)
+    checks.check_accuracy(checks.compiled(registry.get("flash_cpu"), given, Target.here())(*inputs), given)
+
+
+def test_functions_that_read_arrays_pass_the_judge():
+    _of_tables()
+
+
+def test_rows_of_a_table_taken_for_its_columns_fail(monkeypatch, tmp_path):
+    set_apart(monkeypatch, tmp_path, "tables read by columns")
+    look_up = expression._OPERATIONS["dynamic_slice"]
+    monkeypatch.setitem(expression._OPERATIONS, "dynamic_slice", lambda lanes, *x: look_up(lanes, x[0], *x[:0:-1]))
+    with pytest.raises(AssertionError, match="passed=False"):
+        _of_tables()
 
 
 def test_function_means_the_same_where_python_numbers_are_of_64_bits():
@@ -119,7 +169,7 @@ def test_function_means_the_same_where_python_numbers_are_of_64_bits():
 
 def test_support_names_what_the_function_uses():
     x = jnp.ones((1, 20, 1, 16))
-    spec = make_spec(x, x, x, mask_function=masks.Where(UNSUPPORTED["looks up"]))
+    spec = make_spec(x, x, x, mask_function=masks.Where(UNSUPPORTED["large"]))
     found = support(registry.get("flash_cpu"), spec, Target.here())
     assert not found
     assert found.reasons[0].endswith("; use backend='chunked'.")
