@@ -18,7 +18,7 @@ VERBS = {
     "doctor": "Show devices, versions, and for each backend the mode it would run in or why it would not.",
     "harvest": "Trace a step of yours (train.py:fn), and print the attention calls in it as a suite file.",
     "calibrate": "Measure over some text how well one layer's selection serves another, and show the schedule.",
-    "convert": "Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON.",
+    "convert": "Write a checkpoint (Hugging Face's safetensors or .bin, Meta's .pth) as safetensors and JSON.",
     "train": "Train a model on text, or LoRA adapters on top of one; a killed run goes on with --resume.",
     "perplexity": "Perplexity of a checkpoint on text, layer by layer: for models larger than memory.",
 }

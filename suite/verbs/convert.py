@@ -14,7 +14,7 @@ from .flags import flag
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
-    """Write a checkpoint (Hugging Face's safetensors, or Meta's .pth) as safetensors and JSON, tensor by tensor."""
+    """Write a checkpoint (Hugging Face's safetensors or .bin, Meta's .pth) as safetensors and JSON."""
 
     input: Annotated[Path, tyro.conf.arg(metavar="DIR|PRESET")]
     """Directory of the checkpoint; or a preset such as llama-3.1-8b, which is written with random weights."""
