@@ -20,6 +20,7 @@ H100, A100, B200 = Target("cuda", "h100"), Target("cuda", "a100"), Target("cuda"
 pytestmark = pytest.mark.foreign_numerics
 
 
+@pytest.mark.newest  # what is refused is the same with every JAX
 class TestCudnn(Conformance):
     """Support is judged for an H100 everywhere; the numbers need an NVIDIA GPU."""
 

@@ -7,6 +7,8 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.backends.devices import GIB, KNOWN_KINDS, cpu_name, usable_cores
 
+pytestmark = pytest.mark.newest
+
 
 def test_here_is_present_and_names_its_processor() -> None:
     here = Target.here()

@@ -74,17 +74,21 @@ def inputs_of(spec: AttentionSpec) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(rng.standard_normal((*shape, spec.head_dim), np.float32)) for shape in (q, kv, kv, q))
 
 
+FUSED = {"fused_backward": True}
+SMALL = {"block_q": 128, "block_kv": 256, "block_kv_compute": 128}
+UNEVEN = {"block_q": 384, "block_kv": 128, "block_q_backward": 256, "block_kv_backward": 384}
+BACKWARD = {"block_q": 128, "block_kv": 128, "fused_backward": True, "block_kv_backward": 256}
+
+
+# Every choice on everything at once, and each other shape with the choice that its blocks fit least.
 @pytest.mark.parametrize(
-    "options",
+    ("case", "options"),
     [
-        {"fused_backward": True},
-        {"block_q": 128, "block_kv": 256, "block_kv_compute": 128},
-        {"block_q": 384, "block_kv": 128, "block_q_backward": 256, "block_kv_backward": 384},
-        {"block_q": 128, "block_kv": 128, "fused_backward": True, "block_kv_backward": 256},
+        *(("combination", options) for options in (FUSED, SMALL, UNEVEN, BACKWARD)),
+        *(("length-1000", UNEVEN), ("more-keys", SMALL), ("decode-1", BACKWARD)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("case", ["combination", "length-1000", "more-keys", "decode-1"])
 def test_options_do_not_change_what_is_computed(case, options):
     problem = problems.problem(case, None)
     check_accuracy(compiled(SPLASH, problem, Target.here(), "interpret", options)(*problem.inputs), problem)

@@ -12,6 +12,8 @@ import pytest
 from attnsuite.backends import Takes, Target, from_function
 from attnsuite.testing import verdicts
 
+pytestmark = pytest.mark.newest
+
 PLAIN = frozenset({"bidirectional", "grouped_queries", "gradient"})
 CAUSAL = frozenset({"causal", "grouped_queries", "gradient"})
 LENGTHS = PLAIN | {"lengths"}

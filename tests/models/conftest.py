@@ -5,8 +5,8 @@ import pytest
 from attnsuite.models import ModelConfig, write_random
 from attnsuite.models.parameters import count_parameters
 
-# Layers of Llama 3.2 1B, 116 MiB each in bfloat16, and a small vocabulary.
-SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512)
+# Layers of half the width of Llama 3.2 1B, 28 MiB each in bfloat16, and a small vocabulary.
+SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512, hidden_size=1024, intermediate_size=4096)
 DEPTHS = (2, 5)
 
 

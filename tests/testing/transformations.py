@@ -44,6 +44,11 @@ def _gradients(attend: Attend, *arrays: jax.Array) -> Any:
     return jax.grad(functools.partial(_loss, attend), argnums=(0, 1, 2))(*arrays)
 
 
+def _both(attend: Attend, *arrays: jax.Array) -> Any:
+    """The output and the gradients, of one program."""
+    return jax.jit(lambda *x: (attend(*x), _gradients(attend, *x)))(*arrays)
+
+
 def _directional(attend: Attend, *arrays: jax.Array) -> Any:
     """A Hessian-vector product, forward over reverse."""
     return jax.jvp(functools.partial(_gradients, attend), arrays, arrays)
@@ -63,8 +68,7 @@ def _scanned(attend: Attend, query: jax.Array, *cache: jax.Array) -> Any:
 
 def _shard_mapped(spec: PartitionSpec, attend: Attend, *arrays: jax.Array) -> Any:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    shares = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec))
-    return shares(*arrays), _gradients(shares, *arrays)
+    return _both(jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec), *arrays)
 
 
 def _shard_mapped_decode(attend: Attend, query: jax.Array, *cache: jax.Array) -> Any:
@@ -85,13 +89,13 @@ def _on_mesh(kind: AxisType, spec: PartitionSpec, attend: Attend, *arrays: jax.A
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
     arrays = tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays)
     with jax.set_mesh(mesh):
-        return jax.jit(attend)(*arrays), jax.jit(functools.partial(_gradients, attend))(*arrays)
+        return _both(attend, *arrays)
 
 
 def _in_float64(attend: Attend, *arrays: jax.Array) -> Any:
     with jax.enable_x64(True):  # noqa: FBT003 (JAX's own form)
         wide = tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in arrays)
-        return attend(*wide), _gradients(attend, *wide)
+        return _both(attend, *wide)
 
 
 TRANSFORMATIONS: dict[str, Callable[..., Any]] = {
@@ -126,7 +130,8 @@ TRANSFORMATIONS: dict[str, Callable[..., Any]] = {
 def reference(name: str) -> Any:
     """The transformation ``name`` of ``jax.nn.dot_product_attention``, computed in float64."""
     with jax.enable_x64(True):  # noqa: FBT003 (JAX's own form)
-        plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        plain = jax.jit(attend, static_argnames="is_causal")
         return jax.tree.map(np.asarray, TRANSFORMATIONS[name](plain, *operands(jnp.float64)))
 
 
