@@ -50,11 +50,18 @@ class Timed:
 
 def outputs_of(program: Program, draw: Draw | None = None) -> Any:
     """The outputs of one run, as JAX returns them. It is compiled before anybody knows the inputs of ``draw``."""
+    if draw is not None:
+        return Timed(_compiled(program), program).outputs(draw)
     if program.arrays is not None:
         return program.arrays(program.function(*program.arguments))
-    if draw is None:
-        return jax.jit(program.function)(*program.arguments)
-    return Timed(speed.compile_program(program.function, program.arguments), program).outputs(draw)
+    return jax.jit(program.function)(*program.arguments)
+
+
+def _compiled(program: Program) -> speed.Compiled:
+    """The compiled program; as it stands where it brings its own compilation."""
+    if program.arrays is not None:
+        return speed.Compiled(program.function)
+    return speed.compile_program(program.function, program.arguments)
 
 
 def execute(
@@ -66,11 +73,8 @@ def execute(
     second run gave the same bits. The text of a program that computes only attention ``spec`` is read. Raises
     CellFailure where the program needs more memory than its limit.
     """
-    if program.arrays is None:
-        compiled = speed.compile_program(program.function, program.arguments)
-        sizes = memory.compiled_sizes(compiled.call, devices)
-    else:
-        compiled, sizes = speed.Compiled(program.function), {}
+    compiled = _compiled(program)
+    sizes = memory.compiled_sizes(compiled.call, devices) if program.arrays is None else {}
     needed = sum(size for size in sizes.values() if size)
     target = Target.here()
     limit = means.memory_limit

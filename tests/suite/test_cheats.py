@@ -29,6 +29,7 @@ GRADIENT = '[[case]]\nkind = "op_forward_backward"\nsequence = 512\nheads = 2\nk
 # Just beyond what the oracle takes: it judges at 2048.
 LONG = '[[case]]\nkind = "op_forward"\nsequence = 4096\nheads = 9\nkv_heads = 9\n'
 RATES = '{"matmul_flops": {"float32": 1e11}, "copy_bytes_per_second": 1e10, "read_bytes_per_second": 1e10}'
+CALLER = '[[case]]\nkind = "caller"\nway = "jit"\nsequence = 512\nheads = 2\nkv_heads = 2\noperand = "causal"\n'
 TIMED, DIFFERENT = "a timed call gave wrong numbers", "wrong numbers against the reference"
 
 # Which cheats run together, on which case, and what their records say.
@@ -44,6 +45,10 @@ GROUPS = {
             "finds_the_inputs": DIFFERENT,
             "zeros_called_approximate": "declared approximate",
         },
+    ),
+    "as people call it": (
+        CALLER,
+        {"remembers": DIFFERENT, "wrong_from_the_fourth_call": TIMED, "finds_the_inputs": DIFFERENT},
     ),
     "constant gradients": (GRADIENT, {"constant_gradients": DIFFERENT}),
     "right where the oracle judges": (LONG, {"zeros_at_length": TIMED}),
