@@ -32,10 +32,10 @@ class Timed:
         """The outputs of one call, as JAX returns them."""
         return self._converted(speed.wait(self._call(*self._arguments(draw))))
 
-    def sample(self, seed: int, choice: int) -> float:
-        """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``."""
+    def sample(self, seed: int) -> float:
+        """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``, and ``n`` is any number."""
         self._kept = None
-        found = speed.sample(self._call, lambda n: self._arguments(Draw(seed, n)), self._calls, choice)
+        found = speed.sample(self._call, lambda n: self._arguments(Draw(seed, n)), self._calls)
         self.call, self._kept = found.call, found.outputs
         return found.seconds
 

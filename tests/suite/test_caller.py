@@ -45,7 +45,7 @@ def test_each_way_of_calling_is_judged_and_timed(way, row, tmp_path):
     found = prepared(case_of(way, **WAYS[way]), row, tmp_path)
     assert found.outcome.status == "ok", found.outcome.error
     assert all(error.passed for error in found.outcome.accuracy.values())
-    assert math.isfinite(found.timed.sample(0, 0))
+    assert math.isfinite(found.timed.sample(0))
 
 
 @pytest.mark.parametrize("choice", [0, 1])
@@ -54,7 +54,7 @@ def test_a_timed_call_is_judged_by_its_own_inputs(way, choice, tmp_path):
     """The outputs of a timed call are wrong for the inputs of another one."""
     case = case_of(way, **WAYS[way])
     found = prepared(case, "standard", tmp_path)
-    found.timed.sample(7, choice)
+    found.timed.sample(7)
     outputs, call = found.named(found.timed.kept), found.timed.call
     kind = kind_of("caller")
     assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
