@@ -2,20 +2,25 @@
 
 It is the plain formula of ``standard``: with so few rows the scores are linear in the key length, and the time is that
 of reading the keys and values. The two products are written in the form that XLA computes at the memory's rate on a
-CPU; other forms run at a tenth of it. That form takes heads before slots: a cache that lies the other way is turned
-block by block, inside a core's cache. Values that no row sees, behind the lengths or in other documents, are read as
-zeros, block by block too, so that NaN in them reaches no row.
+CPU; other forms run at a tenth of it. That form takes heads before slots. A cache that lies the other way, slots before
+heads, is read as one matrix of all heads by few rows, each of which has zeros for the heads that are not its own; many
+rows would multiply too many zeros, and for them the cache is turned block by block, inside a core's cache.
+
+Values that no row sees, behind the lengths or in other documents, are read as zeros, block by block too, so that NaN in
+them reaches no row. A key that is seen and is not finite would reach every head by the product of all of them: such
+scores are computed again with the heads apart.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float
 
 from . import standard
@@ -29,6 +34,7 @@ from .spec import AttentionSpec
 
 SHORT_QUERY = 16
 _SLOTS = 512  # of a block of values that is copied with zeros where nobody looks, inside a core's cache
+_TOGETHER = 16  # rows of all heads up to which one product with all heads beats turning the cache
 
 
 def takes(spec: AttentionSpec, target: Target) -> bool:
@@ -107,6 +113,33 @@ def scores(
     """Products of each KV head's query rows with its keys, float32. Keys have heads before slots, or are ``turned``."""
     if not turned:
         return _scores(query, key)
+    return _scores_of_few(query, key) if _few(query) else _scores_turned(query, key)
+
+
+@custom_vmap
+def _scores_of_few(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
+    together = _scores_together(query, key)
+    return lax.cond(jnp.isfinite(together).all(), lambda: together, lambda: _scores_turned(query, key))
+
+
+@_scores_of_few.def_vmap
+def _(size: int, mapped: Sequence[bool], query: Array, key: Array) -> tuple[Array, bool]:
+    """A larger batch. Mapped as it stands, the conditional would run both of its branches."""
+    given = (x if one else jnp.broadcast_to(x, (size, *x.shape)) for x, one in zip((query, key), mapped, strict=True))
+    found = _scores_of_few(*(x.reshape(-1, *x.shape[2:]) for x in given))
+    return found.reshape(size, -1, *found.shape[1:]), True
+
+
+def _scores_together(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
+    (b, k, r, h), slots = query.shape, key.shape[1]
+    own = jnp.eye(k, dtype=bool)[None, :, None, :, None]
+    rows = jnp.where(own, query[:, :, :, None], 0).reshape(b, k * r, k * h)
+    every = _as_it_lies(key).reshape(b, slots, k * h)
+    found = jnp.einsum("bsx,byx->bsy", every, rows, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(found).swapaxes(1, 2).reshape(b, k, r, slots)
+
+
+def _scores_turned(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
     slots, (blocks, rest) = key.shape[1], divmod(key.shape[1], _SLOTS)
 
     def of_block(start: Any, width: int) -> Array:
@@ -145,17 +178,21 @@ def weigh(
     all. Those that are not ``read`` count as zero, whatever they are.
     """
     rows, slots = weights.shape[2], weights.shape[3]
-    weights = _two_rows(weights.astype(value.dtype))
-    if read is None and not turned:
-        return _weighted(weights, value)[:, :, :rows, :value_head_dim]  # the fewer outputs are cut
+    few = turned and _few(weights)
+    weights = weights.astype(value.dtype) if few else _two_rows(weights.astype(value.dtype))
+    if read is None and (few or not turned):
+        found = _weighted_together(weights, value) if few else _weighted(weights, value)
+        return found[:, :, :rows, :value_head_dim]  # the fewer outputs are cut
     dims = value.shape[3] if value_head_dim is None else value_head_dim
 
     def of_block(start: Any, width: int) -> Array:
         some = lax.dynamic_slice_in_dim(value, start, width, 1 if turned else 2)[..., :dims]
-        some = some.swapaxes(1, 2) if turned else some
+        some = some.swapaxes(1, 2) if turned and not few else some
         if read is not None:
-            some = jnp.where(lax.dynamic_slice_in_dim(read, start, width, 1)[:, None, :, None], some, 0)
-        return _weighted(lax.dynamic_slice_in_dim(weights, start, width, 3), some)
+            seen = lax.dynamic_slice_in_dim(read, start, width, 1)
+            some = jnp.where(seen[:, :, None, None] if few else seen[:, None, :, None], some, 0)
+        product = _weighted_together if few else _weighted
+        return product(lax.dynamic_slice_in_dim(weights, start, width, 3), some)
 
     blocks, rest = divmod(slots, _SLOTS)
     total = of_block(blocks * _SLOTS, rest) if rest else jnp.zeros((*weights.shape[:3], dims), jnp.float32)
@@ -167,6 +204,27 @@ def weigh(
 
 def _weighted(weights: Array, value: Array) -> Array:
     return jnp.einsum("bkrs,bksv->bkrv", weights, value, preferred_element_type=jnp.float32)
+
+
+def _weighted_together(weights: Float[Array, "b k r s"], value: Float[Array, "b s k v"]) -> Float[Array, "b k r v"]:
+    """As :func:`_weighted`, by one product of all heads' rows with all heads' values, of which each keeps its own."""
+    (b, k, r, slots), dims = weights.shape, value.shape[3]
+    rows, every = weights.reshape(b, k * r, slots), _as_it_lies(value).reshape(b, slots, k * dims)
+    found = jnp.einsum("bys,bsx->byx", rows, every, preferred_element_type=jnp.float32)
+    return jnp.einsum("bkrkv->bkrv", found.reshape(b, k, r, k, dims))
+
+
+def _as_it_lies(cache: Array) -> Array:
+    """The barrier keeps the reshape out of the fusion that wrote a token into the cache, which would copy all of it."""
+    return lax.optimization_barrier(cache)
+
+
+def _few(rows: Float[Array, "b k r _"]) -> bool:
+    """Whether one product with the keys or values of all heads takes less time than turning them.
+
+    Not on several devices: heads that are divided among them would have to be added up.
+    """
+    return rows.shape[1] > 1 and rows.shape[1] * rows.shape[2] <= _TOGETHER and jax.local_device_count() == 1
 
 
 def _two_rows(x: Float[Array, "b k r d"]) -> Float[Array, "b k r2 d"]:

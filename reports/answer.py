@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import baseline_of, same_rounds
+from attnsuite.suite.shown import baseline_of, ratio_of, same_rounds
 from attnsuite.suite.statistics import Interval
 from attnsuite.suite.summary import shortened
 from attnsuite.suite.user_function import is_reference
@@ -149,7 +148,7 @@ def _paired(cell: Cell, best: Cell) -> Interval | None:
     """Time of ``cell`` relative to that of ``best``; None where they share no rounds."""
     if not same_rounds(cell.record, best.record):
         return None
-    return statistics.paired_ratio(cell.record.samples, best.record.samples)
+    return ratio_of(cell.record, best.record)
 
 
 def _other(cell: Cell, best: Cell, *, whole: bool) -> str:

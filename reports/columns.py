@@ -83,6 +83,8 @@ _FIGURES = (
     Figure("tpot", "TPOT (ms) [95% interval]", "times", "step", MILLI, "seconds", "model_decode"),
     Figure("tokens_per_second", "{phase}tokens/s", "times", "tokens_rate"),
     Figure("samples", "samples", "times", "samples"),
+    Figure("in_flight", "calls in flight (ms)", "times", "in_flight", MILLI, "seconds"),
+    Figure("cached", "inputs in the L2 cache (ms)", "times", "cached", MILLI, "seconds"),
     Figure("flops_per_second", "{flops}", "rates", "flops_rate"),
     Figure("share_of_matmul_peak", "% of peak", "rates", "peak_share", 100),
     Figure("share_of_read_rate", "% of read rate", "rates", "read_share", 100, kind="op_decode"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from attnsuite.suite import statistics
 from attnsuite.suite.peers import PEERS
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import same_rounds
+from attnsuite.suite.shown import ratio_of, same_rounds
 
 from .cells import Cell, Group, by_kind
 from .columns import BACKEND, PROBLEM
@@ -38,6 +37,6 @@ def _over(peer: str, timed: Sequence[Cell]) -> Callable[[Cell], Value]:
     def ratio(cell: Cell) -> Value:
         found = [x.record for x in timed if x.record.requested == peer and x.case == cell.case]
         same = [record for record in found if same_rounds(cell.record, record)]
-        return statistics.paired_ratio(cell.record.samples, same[-1].samples) if same else None
+        return ratio_of(cell.record, same[-1]) if same else None
 
     return ratio

@@ -70,6 +70,8 @@ class Outcome(Measured):
     A status other than ``ok`` ends the cell: ``error`` says why in one line. ``reasons`` are of a cell that was refused
     in its process, where nothing ran. ``calls`` is the number of calls in a sample. ``memory_method`` says how the
     process's high-water mark was read. ``pinned_threads`` is the number of threads that have a processor of their own.
+    ``sampling`` is how samples are taken, None where each call is waited for. ``accelerator`` is the state of a GPU
+    after them.
     """
 
     status: Status = "ok"
@@ -77,6 +79,8 @@ class Outcome(Measured):
     calls: Count | None = None
     memory_method: str | None = None
     pinned_threads: Count | None = None
+    sampling: str | None = None
+    accelerator: dict[str, Scalar] | None = None
 
 
 class Timed(Protocol):
@@ -91,6 +95,10 @@ class Timed(Protocol):
 
     def sample(self, seed: int) -> float:
         """Mean seconds per call, on inputs that follow from ``seed`` and from the number of the call."""
+        ...
+
+    def on_device(self, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds that an accelerator computed: of some calls, and of some on inputs that were in its cache."""
         ...
 
 

@@ -24,8 +24,8 @@ from .kinds.attention import OpCase, spec_of
 from .kinds.model import ModelCase
 from .peers import PEERS
 from .record import Record
-from .shown import STANDARD, program_bytes, shows_speed
-from .statistics import median, paired_ratio
+from .shown import STANDARD, program_bytes, ratio_of, shows_speed, times_of
+from .statistics import median
 from .store import parse_records, records_path
 from .user_function import is_reference
 
@@ -50,7 +50,7 @@ class Measured:
 
     def seconds(self, backend: str) -> float:
         """The median time of a backend."""
-        return median(self.cells[backend].samples).value
+        return median(times_of(self.cells[backend])).value
 
 
 def policy_file(directories: Sequence[Path]) -> PolicyFile:
@@ -210,7 +210,7 @@ def _spec_of_model(case: ModelCase) -> AttentionSpec | None:
 
 def _case(each: Measured, directory: Path) -> PolicyCase:
     best, standard = each.cells[each.winner], each.cells.get(STANDARD)
-    ratio = None if standard is None or best is standard else paired_ratio(best.samples, standard.samples)
+    ratio = None if standard is None or best is standard else ratio_of(best, standard)
     return PolicyCase(
         case=each.case,
         run=str(directory),

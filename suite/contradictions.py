@@ -16,7 +16,7 @@ from attnsuite.backends import oracle
 
 from .measure import plausible
 from .record import Record, TensorError
-from .shown import shows_speed
+from .shown import shows_speed, times_of
 from .statistics import median
 
 # bfloat16 operations per second without sparsity, as the vendors publish them; per device as JAX counts devices.
@@ -59,18 +59,17 @@ def _follows(record: Record, name: str, error: TensorError) -> bool:
 
 
 def _timed(record: Record) -> Iterator[str]:
-    if not all(sample > 0 for sample in record.samples):
-        yield "a sample is not above zero"
+    if not all(sample > 0 for sample in (*record.samples, *record.device_seconds, *record.cached_seconds)):
+        yield "a time is not above zero"
     seconds = sum(record.samples) * record.environment.get("calls_per_sample", 1)
+    seconds += sum(record.device_seconds) + sum(record.cached_seconds)
     if record.wall_seconds is not None and seconds > record.wall_seconds:
         yield f"its samples take {seconds:.3g} s and the whole cell {record.wall_seconds:.3g} s"
     if not (record.exact and record.flops and shows_speed(record)):
         return
-    why = plausible.floor(
-        record.samples, record, str(record.problem.get("dtype")), record.environment.get("machine", {})
-    )
-    if why is not None:
+    times, machine = times_of(record), record.environment.get("machine", {})
+    if (why := plausible.floor(times, record, str(record.problem.get("dtype")), machine)) is not None:
         yield why.rstrip(".")
-    rate, peak = record.flops / median(record.samples).value, PEAKS.get(record.target.partition(":")[2])
+    rate, peak = record.flops / median(times).value, PEAKS.get(record.target.partition(":")[2])
     if peak is not None and rate > _ABOVE_PUBLISHED * peak * record.devices:
         yield f"it computes {rate / peak:.3g} times as fast as the device's published peak"

@@ -11,13 +11,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attnsuite.backends import names
-
 from .doctor import examine_here
 from .errors import InputError
-from .grid.run import RunGrid, new_request, resumed_request
+from .grid.run import RunGrid, check_idle, new_request, resumed_request
 from .grid.running import Limits
 from .judgement import new_judgement, resumed_judgement
+from .measure.accelerator import used_by_others
 from .store import CONFORMANCE, MANIFEST
 from .suites import DEVICE
 
@@ -49,12 +48,19 @@ class DeviceRun:
         yield "It can be stopped at any moment: what is finished is kept, and --resume goes on."
 
 
-def device_run(backends: Sequence[str] | None, out: Path, limits: Limits, *, resume: bool) -> DeviceRun:
-    """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here."""
+def device_run(
+    backends: Sequence[str] | None, out: Path, limits: Limits, *, resume: bool, busy: bool = False
+) -> DeviceRun:
+    """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here.
+
+    A GPU that others use is refused unless ``busy``.
+    """
     if resume:
         return _resumed(backends, out, limits)
+    others = None if busy else used_by_others()
     found = examine_here()
     target = str(found["environment"]["target"])
+    check_idle(target, others)
     taken = tuple(backends or _taken(found, target.partition(":")[0]))
     return DeviceRun(target, _judgement(taken, out, limits), _suite(taken, out, limits))
 
@@ -64,7 +70,8 @@ def _judgement(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
 
 
 def _suite(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
-    return new_request(DEVICE.name, ",".join(backends), None, None, out, limits)
+    made = new_request(DEVICE.name, ",".join(backends), None, None, out, limits)
+    return dataclasses.replace(made, busy=True)  # was looked at before the contract
 
 
 def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> DeviceRun:
@@ -86,11 +93,11 @@ def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> Devic
 def _taken(found: dict, platform: str) -> list[str]:
     """The backends to run, the one that matters most here first. Raises InputError."""
     if platform == "cpu":
-        return [name for name in names() if name not in DEVICE.left_out]
+        return [*DEVICE.backends()]
     native = [
         backend["name"]
         for backend in found["backends"]
-        if backend["name"] not in DEVICE.left_out
+        if backend["name"] in DEVICE.backends()
         and any(problem["mode"] == "native" for problem in backend["problems"].values())
     ]
     if not native:

@@ -37,6 +37,7 @@ def main() -> None:
     try:
         command_line.main()
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         gc.freeze()  # or Python, as it ends, looks for garbage among all that was imported: half a second
 
 
@@ -54,6 +55,7 @@ def _raise_where_heard(number: int, frame: FrameType | None, until: float) -> No
         signal.signal(signal.SIGALRM, lambda _, later: _raise_where_heard(number, later, until))
         signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         return
+    signal.setitimer(signal.ITIMER_REAL, 0)  # an earlier signal's (``timeout`` sends Ctrl-C on) would kill the ending
     for other in _ENDING:
         if other is not signal.SIGINT:  # a second Ctrl-C ends the ending, too
             signal.signal(other, signal.SIG_IGN)

@@ -32,7 +32,8 @@ class Environment(TypedDict, total=False):
 
     ``source`` is the digest of this package's source, ``own`` that of each file that a row was loaded from.
     ``node`` names the machine in a run of several. ``accelerator`` is the state of a GPU (``measure/accelerator.py``):
-    clocks in MHz, power limits in watts, ECC, MIG, driver, and how many processes compute on it, the run's included.
+    clocks in MHz, power limits in watts, ECC, MIG, driver, who else computes on it; where it was timed, after that.
+    ``sampling`` is how samples were taken, where calls were not waited for one by one.
     """
 
     versions: dict[str, str]
@@ -57,6 +58,7 @@ class Environment(TypedDict, total=False):
     process_high_water_method: str
     calls_per_sample: Count
     pinned_threads: Count
+    sampling: str
 
 
 # Facts by which two machines are of one kind. A kernel's patch level (platform) may differ: the page names it.
@@ -171,6 +173,8 @@ class Measured:
     schedules: tuple[Schedule, ...] = ()  # mode compile, for a TPU, where they were asked for
     program: ProgramText | None = None  # of one attention call
     repeats: bool | None = None  # whether a second run gave the same bits; None where a call takes over a second
+    device_seconds: tuple[Real, ...] = ()  # that an accelerator computed, per call, by its profile; no rounds
+    cached_seconds: tuple[Real, ...] = ()  # the same of calls whose inputs were in a GPU's L2 cache
     accuracy: dict[str, TensorError] = dataclasses.field(default_factory=dict)
     quality: dict[str, Real] = dataclasses.field(default_factory=dict)
     # model level: perplexity, bits_per_byte, nll_per_sequence count, kl_mean, top1_agreement, recall, ...

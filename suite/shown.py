@@ -4,7 +4,9 @@
 - A cell whose numbers are wrong shows neither speed nor memory. A peer (an implementation outside this project) shows
   its time all the same, and its name says that its numbers are outside the bound.
 - A fallback is labelled with the name of the backend that ran.
-- A ratio is to the baseline of the case's kind (``standard`` in most) in the same rounds.
+- A time is the device's own where its profile tells it (on an accelerator), else that of the samples.
+- A ratio is to the baseline of the case's kind (``standard`` in most) in the same rounds. Times of profiles have no
+  rounds; there it is the ratio of the medians.
 - A share of the machine's peak is of the peak in the case's own dtype.
 """
 
@@ -17,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from .kinds import kind_of
 from .peers import PEERS
 from .record import Record, Schedule
-from .statistics import Interval, median, paired_ratio
+from .statistics import Interval, median, paired_ratio, unpaired_ratio
 
 STANDARD = "standard"
 
@@ -34,11 +36,21 @@ class Speed:
     step: Interval | None  # seconds of one pass of a model: time to the first token, or for each more
     copy_share: float | None = None  # of the copy bandwidth measured on this machine
     read_share: float | None = None  # of the read bandwidth measured on this machine, by the bytes that must be read
+    in_flight: Interval | None = None  # by the samples, where the median is the device's own time
+    cached: Interval | None = None  # with the inputs in a GPU's L2 cache
 
     @property
     def samples(self) -> int:
         """How many samples the median is of."""
         return self.median.count
+
+    @property
+    def beside_device(self) -> float:
+        """How much longer calls in flight take than the device computes, as a share of its time; 0 where one is known.
+
+        The host starts calls slower than the device computes them, or its kernels have gaps.
+        """
+        return self.in_flight.value / self.median.value - 1 if self.in_flight else 0.0
 
 
 def label(record: Record) -> str:
@@ -69,7 +81,7 @@ def shows_speed(record: Record) -> bool:
         (is_trusted(record) or is_peer_outside(record))
         and record.mode in ("native", "fallback")
         and len(record.samples) > 0
-        and all(math.isfinite(sample) and sample > 0 for sample in record.samples)
+        and all(math.isfinite(time) and time > 0 for time in (*record.samples, *record.device_seconds))
     )
 
 
@@ -108,21 +120,34 @@ def speed_of(record: Record, standard: Record | None) -> Speed | None:
     """The speed of a cell; None where no speed may be shown. ``standard`` is :func:`standard_of` the case."""
     if not shows_speed(record):
         return None
-    typical = median(record.samples)
-    comparable = standard is not None and shows_speed(standard) and same_rounds(record, standard)
-    against = standard.samples if standard is not None and comparable else ()
+    typical = median(times_of(record))
+    comparable = standard is not None and standard is not record and shows_speed(standard)
     rate = _over(record.flops, typical.value)
     machine, moved = record.environment.get("machine", {}), _over(record.bytes_moved, typical.value)
     return Speed(
         median=typical,
-        ratio=paired_ratio(record.samples, against) if record is not standard else None,
+        ratio=ratio_of(record, standard) if standard and comparable and same_rounds(record, standard) else None,
         flops_rate=rate,
         peak_share=_over(rate, matmul_peak(record)),
         tokens_rate=_over(record.tokens, typical.value),
-        step=median([sample / record.steps for sample in record.samples]) if record.steps else None,
+        step=median([time / record.steps for time in times_of(record)]) if record.steps else None,
         copy_share=_over(moved, _rate(machine.get("copy_bytes_per_second"))),
         read_share=_over(moved, _rate(machine.get("read_bytes_per_second"))),
+        in_flight=median(record.samples) if record.device_seconds else None,
+        cached=median(record.cached_seconds) if record.cached_seconds else None,
     )
+
+
+def times_of(record: Record) -> tuple[float, ...]:
+    """Seconds per call: the device's own where its profile told them, else the samples."""
+    return record.device_seconds or record.samples
+
+
+def ratio_of(record: Record, baseline: Record) -> Interval | None:
+    """The time of a record relative to another of the same session; None where no round holds both."""
+    if record.device_seconds and baseline.device_seconds:
+        return unpaired_ratio(record.device_seconds, baseline.device_seconds)
+    return paired_ratio(record.samples, baseline.samples)
 
 
 def matmul_peak(record: Record) -> float | None:

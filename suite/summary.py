@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from .record import Record
-from .shown import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of
+from .shown import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of, times_of
 from .statistics import Interval, median
 
 _NAME = 15  # columns of a backend's name
@@ -19,7 +19,7 @@ def record_line(record: Record) -> Text:
     """One finished cell: its status, and its time or its error."""
     line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {_name(record)}")
     if shows_speed(record):
-        line.append(f"  {format_seconds(median(record.samples))}")
+        line.append(f"  {format_seconds(median(times_of(record)))}")
     elif "recall" in record.quality:
         line.append(f"  recall {record.quality['recall']:.3f}")
     elif "bits_per_byte" in record.quality:

@@ -60,6 +60,12 @@ _WHY = {
     "suite": "every verb, faults, compilers of absent devices",
     "testing": "the conformance suite's own claims",
 }
+# These take longest, each in one process of xdist (--dist loadscope --no-loadscope-reorder). They begin first, so that
+# none of them is left for the end, when the other process has nothing to do.
+LONGEST = (
+    *("test_tutorial.py", "test_docs.py", "suite/test_cheats.py", "suite/test_kascade.py", "suite/test_sharded.py"),
+    *("suite/test_interruption.py", "suite/test_faults.py", "suite/test_perplexity.py", "suite/test_lone_device.py"),
+)
 _left_out = pytest.StashKey[Counter[str]]()
 
 
@@ -83,15 +89,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             config.option.numprocesses = 2
 
 
+def _path(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix()
+
+
 def _is_first(item: pytest.Item) -> bool:
-    path = item.path.relative_to(TESTS).as_posix()
+    path = _path(item)
     return path in FIRST or (item.get_closest_marker("core") is not None and path.startswith("backends/"))
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is not among the first, and count it by file."""
     others = [item for item in items if not _is_first(item)]
-    found = Counter(item.path.relative_to(TESTS).as_posix() for item in others)
+    found = Counter(map(_path, others))
     config.stash[_left_out] = found
     if (output := getattr(config, "workeroutput", None)) is not None:
         output["left_out"] = dict(found)
@@ -134,6 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
+    items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
     if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":
         _leave_out(config, items)
     elif os.environ.get("ATTNSUITE_FIRST_RAN") == f"{sys.version_info[0]}.{sys.version_info[1]}":

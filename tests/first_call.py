@@ -27,7 +27,7 @@ from attnsuite.backends.flash_cpu.compiler import Processor
 kind, dtype, head_dim = sys.argv[1], sys.argv[2], int(sys.argv[3])
 spec = AttentionSpec(batch=1, query_length=1 if kind == "decode" else 64, key_value_length=64, num_heads=2,
                      num_kv_heads=2, head_dim=head_dim, dtype=dtype, is_causal=True, needs_grad=kind == "backward")
-isa = Processor.here().isa()
+isa = Processor.here().isa().of(dtype)
 calls = Calls(spec, isa)
 kernel = calls._decode_kernel(head_dim) if kind == "decode" else calls.kernel
 begin = time.perf_counter()
@@ -47,19 +47,18 @@ def milliseconds(words: tuple[str, ...], cache: str) -> tuple[float, str]:
 
 
 def main() -> None:
-    isa = ""
     lines = []
     for dtype in ("float32", "bfloat16"):
         for head_dim in ("64", "128"):
             for kind in KERNELS:
-                pairs = []
+                isa, pairs = "", []
                 for _ in range(2):
                     with tempfile.TemporaryDirectory() as cache:
                         (compiled, isa), (read, _) = (milliseconds((kind, dtype, head_dim), cache) for _ in range(2))
                     pairs.append((compiled, read))
                 cells = " | ".join(f"{max(times):.0f}" for times in zip(*pairs, strict=True))
-                lines.append(f"| {kind}, {dtype}, D {head_dim} | {cells} |")
-    sys.stdout.write("\n".join([f"| kernel ({isa}) | compiled | from the cache |", "|---|---|---|", *lines, ""]))
+                lines.append(f"| {kind}, {dtype}, D {head_dim}, {isa} | {cells} |")
+    sys.stdout.write("\n".join(["| kernel | compiled | from the cache |", "|---|---|---|", *lines, ""]))
 
 
 if __name__ == "__main__":

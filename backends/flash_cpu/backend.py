@@ -69,8 +69,8 @@ _NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to diff
 
 OPTIONS = {
     "isa": (
-        "the instruction set of the kernels, 'avx512_bf16' (bfloat16 is multiplied as such), 'avx512', 'avx2', 'neon', "
-        "or 'amx_bf16' (not run on such a processor yet; default: the best of the others that the processor has)"
+        "the instruction set of the kernels, 'amx_bf16' (bfloat16 is multiplied in tile registers), 'avx512_bf16' "
+        "(bfloat16 is multiplied as such), 'avx512', 'avx2' or 'neon' (default: the best that the processor has)"
     ),
     "batch_invariant": (
         "True or False; True gives sums one order, whatever else is in the batch and on any number of threads: decode "

@@ -39,8 +39,8 @@ class Processor:
 
     def isa(self, name: str | None = None) -> Isa | None:
         """The instruction set of that name, by default the best; None if the processor lacks it, or may not use it."""
-        found = next((isa for isa in self.isas() if name in (None, isa.name)), None)
-        return None if found is not None and found.tiles and not tiles.permitted() else found
+        named = (isa for isa in self.isas() if name in (None, isa.name))
+        return next((isa for isa in named if not isa.tiles or tiles.permitted()), None)
 
     def feature_text(self, isa: Isa) -> str:
         """The features in LLVM's notation, restricted to ``isa``."""

@@ -65,8 +65,7 @@ AMX_BF16 = dataclasses.replace(
     tiles=True,
 )
 NEON = Isa("neon", 4, 8, 3, 6, 4, ("neon",))
-# AMX comes behind the sets that every processor with AMX has: by name only, since nobody has timed it.
-KNOWN = (AVX512_BF16, AVX512, AVX2, AMX_BF16, NEON)
+KNOWN = (AMX_BF16, AVX512_BF16, AVX512, AVX2, NEON)
 
 
 def available(features: Mapping[str, bool], machine: str | None = None) -> tuple[Isa, ...]:

@@ -2,8 +2,8 @@
 
 One query tile after the other, as FlashAttention-2's backward pass (arXiv 2307.08691) does by blocks: the probabilities
 of a tile are computed again from the units in its list, and the gradients of those keys and values are added where they
-lie. Memory is linear in the sequence length. It is written in XLA, for every forward kernel and every platform; kernels
-that have a backward pass (``Kernels.gradients``) take its place.
+lie. Memory is linear in the sequence length. It is written in XLA for every platform; kernels that have a backward pass
+for a problem (``Kernels.keeping``) take its place.
 """
 
 from __future__ import annotations

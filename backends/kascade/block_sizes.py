@@ -79,6 +79,9 @@ def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileB
     if settings.block_kv_compute is None:
         while shared_bytes(blocks, spec) > min(_SHARED.values()) and blocks.step_kv > LEAST:
             blocks = dataclasses.replace(blocks, step_kv=blocks.step_kv // 2)
+    if settings.block_q is None:
+        while shared_bytes(blocks, spec) > min(_SHARED.values()) and blocks.block_q > LEAST:
+            blocks = dataclasses.replace(blocks, block_q=blocks.block_q // 2)
     return blocks
 
 
@@ -128,17 +131,31 @@ def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
 
 
 def vmem_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
-    """About the memory of the attention kernel: its blocks twice (the next is loaded meanwhile), and its state."""
+    """About the memory of the attention kernel: its blocks twice (the next is loaded meanwhile), and its state.
+
+    With a gradient, the larger of both passes. Forward, output and log-sum-exp are float32 then. Backward, the block
+    has two numbers of every row, float32 gradients, and the probabilities' gradients beside the scores.
+    """
     rows, element = spec.group_size * blocks.block_q, _BYTES[spec.dtype]
     dim, v_dim = (-(-size // LANES) * LANES for size in (spec.head_dim, spec.value_head_dim or spec.head_dim))
     loaded = 2 * element * (rows + blocks.block_kv) * (dim + v_dim)
     state = 4 * rows * (2 * LANES + v_dim)
     ids = 2 * 4 * blocks.block_q * LANES if spec.has_segment_ids else 0
     scores = 3 * 4 * rows * max(blocks.step_kv, LANES)  # scores, weights, what is seen
-    return loaded + state + ids + scores
+    if not spec.needs_grad:
+        return loaded + state + ids + scores
+    forward = state + scores + 2 * 4 * rows * (v_dim + LANES)
+    sums = max(rows * dim, blocks.block_kv * (dim + v_dim))
+    return loaded + ids + max(forward, 2 * scores + 2 * 4 * (rows * LANES + sums))
 
 
 def shared_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
-    """About the shared memory of one program on a GPU: its queries, and the keys and values of one step."""
+    """About the shared memory of one program on a GPU: its queries, and the keys and values of one step.
+
+    With a gradient also the outputs' gradients, and probabilities on their way into a product.
+    """
     v_dim = spec.value_head_dim or spec.head_dim
-    return _BYTES[spec.dtype] * (blocks.block_q * spec.head_dim + blocks.step_kv * (spec.head_dim + v_dim))
+    numbers = blocks.block_q * spec.head_dim + blocks.step_kv * (spec.head_dim + v_dim)
+    if spec.needs_grad:
+        numbers += blocks.block_q * (v_dim + blocks.step_kv)
+    return _BYTES[spec.dtype] * numbers

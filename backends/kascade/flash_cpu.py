@@ -54,6 +54,7 @@ class FlashCpuKernels(Kernels):
             raise ValueError(
                 "kascade: this processor has none of the instruction sets that flash_cpu's kernels are for."
             )
+        isa = isa.of(self.spec.dtype)
         # A step's keys and values are swapped: this cancels the swap by which a cache becomes an operand.
         return Calls(dataclasses.replace(self.spec, kv_layout="HND") if is_decode(self.spec) else self.spec, isa)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -58,9 +59,19 @@ class PallasKernels(Kernels):
         raise NotImplementedError
 
     def attend_rows(
-        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed
-    ) -> Float[Array, "blocks rows v"]:
-        """Attention to the first ``counts [query tiles]`` of the listed ``tiles [query tiles, slots]``."""
+        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed, *, keep: bool
+    ) -> tuple[Array, ...]:
+        """Attention to the first ``counts [query tiles]`` of the listed ``tiles [query tiles, slots]``.
+
+        The output ``[blocks, rows, v]``. With ``keep`` it is float32, and the log-sum-exp ``[blocks, rows]`` of every
+        row follows.
+        """
+        raise NotImplementedError
+
+    def gradients_of_rows(
+        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed
+    ) -> tuple[Array, ...]:
+        """Float32 gradients of the rows, or of keys and values; of what nothing visits they are not defined."""
         raise NotImplementedError
 
     def pooled_mass(self, places: Places, query: Array, key: Array) -> Array:
@@ -71,13 +82,51 @@ class PallasKernels(Kernels):
 
     def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
         """As :meth:`Kernels.attend`."""
+        return untiled(self._attended(places, query, key, value, listed, keep=False)[0], *self._tiles)
+
+    def keeping(
+        self, places: Places, query: Array, key: Array, value: Array, listed: Array
+    ) -> tuple[Array, Any] | None:
+        """As :meth:`Kernels.keeping`: an output that is not rounded, as rows, and the log-sum-exp of every row."""
+        if not self.lists_fit(listed.shape[-1]):
+            return None
+        kept = self._attended(places, query, key, value, listed, keep=True)
+        return untiled(kept[0], *self._tiles).astype(query.dtype), kept
+
+    def gradients(
+        self, places: Places, query: Array, key: Array, value: Array, listed: Array, kept: Any, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        """As :meth:`Kernels.gradients`: queries visit their keys, then keys the queries that list them."""
+        (out, log_sums), d_outs = kept, tiled(d_out, *self._tiles)
+        scalars = jnp.stack([log_sums, (out * d_outs.astype(jnp.float32)).sum(-1)], axis=-1)
+        rows, keys, values = Rows(tiled(query, *self._tiles), d_outs, scalars), self.heads(key), self.heads(value)
+        listed, placed = (
+            listed.reshape(self.spec.batch * self.spec.num_kv_heads, -1, listed.shape[-1]),
+            self._placed(places),
+        )
+        found = []
+        for by in ("query", "key"):
+            visits = Visits.of(listed, self.tiling.units, by)
+            for gradient in self.gradients_of_rows(by, rows, keys, values, visits, placed):
+                parts = gradient.reshape(*visits.visited.shape, -1, gradient.shape[-1])
+                found.append(jnp.where(visits.visited[..., None, None], parts, 0.0))
+        (b, s, k, _), d_query = key.shape, found[0].reshape(rows.query.shape)
+        d_key, d_value = (x.reshape(b, k, -1, x.shape[-1])[:, :, :s].swapaxes(1, 2) for x in found[1:])
+        return untiled(d_query, *self._tiles).astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
+
+    def lists_fit(self, slots: int) -> bool:
+        """Whether a backward pass can hold the lists of ``slots`` tiles."""
+        raise NotImplementedError
+
+    def _attended(
+        self, places: Places, query: Array, key: Array, value: Array, listed: Array, *, keep: bool
+    ) -> tuple[Array, ...]:
         listed = listed.reshape(-1, listed.shape[-1])
         # Unused slots (-1, at the end) repeat the last tile.
         tiles = jnp.where(listed < 0, jnp.maximum(listed.max(-1, keepdims=True), 0), listed)
         counts = (listed >= 0).sum(-1, dtype=jnp.int32)
         rows, keys, values = tiled(query, *self._tiles), self.heads(key), self.heads(value)
-        out = self.attend_rows(rows, keys, values, tiles, counts, self._placed(places))
-        return untiled(out, *self._tiles)
+        return self.attend_rows(rows, keys, values, tiles, counts, self._placed(places), keep=keep)
 
     @property
     def _tiles(self) -> tuple[AttentionSpec, Tiling, int, int]:
@@ -95,7 +144,7 @@ class PallasKernels(Kernels):
 
     def sequence(self, tile: Any) -> Any:
         """The sequence that query tile ``tile`` of the list belongs to."""
-        return tile // (self.spec.num_kv_heads * self.tiling.query_tiles)
+        return lax.div(tile, jnp.int32(self.spec.num_kv_heads * self.tiling.query_tiles))
 
     def heads(self, x: Float[Array, "b s k d"]) -> Float[Array, "heads padded d"]:
         """Keys or values of every sequence and KV head, padded with zeros to whole tiles."""
@@ -122,7 +171,7 @@ class PallasKernels(Kernels):
     def queries_of(self, tile: Any, offset: Any, firsts: Any, lengths: Any) -> Queries:
         """The queries of query tile ``tile`` from its ``offset`` on, from the scalars above (inside a kernel)."""
         tiling, sequence = self.tiling, self.sequence(tile)
-        index = tile % tiling.query_tiles
+        index = lax.rem(tile, jnp.int32(tiling.query_tiles))
         there = jnp.minimum(tiling.query_tile, self.spec.query_length - index * tiling.query_tile)
         return Queries(firsts[sequence * tiling.query_tiles + index] + offset, there - offset, lengths[sequence])
 
@@ -131,6 +180,65 @@ class PallasKernels(Kernels):
         score = product(query, key, (1, 1)) * self.spec.softmax_scale
         cap = self.spec.logits_soft_cap
         return score if cap is None else cap * jnp.tanh(score / cap)
+
+    def pair(
+        self, query: Array, d_out: Array, log_sum: Array, mean: Array, key: Array, value: Array, seen: Array | None
+    ) -> tuple[Float[Array, "rows keys"], Float[Array, "rows keys"]]:
+        """The probabilities of rows and keys, and the gradients of their products, in the dtype of the query.
+
+        ``log_sum`` and ``mean`` are the columns ``[rows, 1]`` of :class:`Rows`.
+        """
+        score, cap = self.scores(query, key), self.spec.logits_soft_cap
+        probability = jnp.exp(score - log_sum)
+        d_score = probability * (product(d_out, value, (1, 1)) - mean) * self.spec.softmax_scale
+        if cap is not None:
+            d_score *= 1.0 - (score / cap) ** 2
+        if seen is not None:
+            probability, d_score = jnp.where(seen, probability, 0.0), jnp.where(seen, d_score, 0.0)
+        return probability.astype(query.dtype), d_score.astype(query.dtype)
+
+
+class Rows(NamedTuple):
+    """Queries as rows, the gradients of their outputs, and two numbers of a row.
+
+    These are its log-sum-exp, and the mean of its probabilities' gradients: the sum of output x gradient.
+    """
+
+    query: Float[Array, "blocks rows h"]
+    d_out: Float[Array, "blocks rows v"]
+    scalars: Float[Array, "blocks rows 2"]
+
+
+class Visits(NamedTuple):
+    """The pairs of query tile and key tile that meet, of each KV head of each sequence, one owner after the other.
+
+    ``codes`` holds ``owner * others + other``, ascending. Behind the last pair it repeats. The pairs of owner ``i``
+    are ``starts[i]`` to ``starts[i + 1] - 1``.
+    """
+
+    codes: Int[Array, "heads pairs"]
+    starts: Int[Array, "heads owners_and_1"]
+    others: int
+
+    @property
+    def visited(self) -> Bool[Array, "heads owners"]:
+        """Whether an owner has a pair."""
+        return self.starts[:, 1:] > self.starts[:, :-1]
+
+    @staticmethod
+    def of(listed: Int[Array, "heads query_tiles slots"], units: int, by: Literal["query", "key"]) -> Visits:
+        """The pairs of lists as :meth:`Kernels.attend` takes them: a sort inverts them, and nothing is scattered."""
+        heads, tiles, _ = listed.shape
+        tile = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32).reshape(1, -1, 1), listed.shape)
+        owners, others = (tiles, units) if by == "query" else (units, tiles)
+        codes = tile * units + listed if by == "query" else listed * tiles + tile
+        codes = jnp.sort(jnp.where(listed < 0, owners * others, codes).reshape(heads, -1))
+        firsts = jnp.arange(owners + 1, dtype=jnp.int32) * others
+        starts = jax.vmap(lambda row: jnp.searchsorted(row, firsts).astype(jnp.int32))(codes)
+        last = jnp.take_along_axis(codes, jnp.maximum(starts[:, -1:] - 1, 0), axis=1)
+        return Visits(
+            jnp.where(codes == owners * others, jnp.where(starts[:, -1:] > 0, last, 0), codes), starts, others
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Attention to listed tiles of keys, and the mass of every tile, forward, as Pallas kernels for TPUs.
+"""Attention to listed tiles of keys, its gradient, and the mass of every tile, as Pallas kernels for TPUs.
 
 Attention is FlashAttention-2's recurrence (arXiv 2307.08691) over the tiles that a query tile visits (the reuse layers
 of arXiv 2512.16391, with tiles for tokens). The list is prefetched into scalar memory. It names the block of keys and
@@ -9,6 +9,9 @@ Kascade's anchor layers choose by the mass: probabilities after the softmax, sum
 heads of a group. A first pass finds each row's log-sum-exp, a second sums probabilities per tile. The log-sums never
 leave the core, and scores are never written. Keys in the future are not loaded.
 
+Backward, one kernel walks over the pairs of tiles twice (``pallas_rows.Visits``): in the order of the queries for their
+gradient, in that of the keys for the gradients of keys and values. So each block of a gradient is written once.
+
 Pallas' interpreter runs the kernels anywhere.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,18 @@ from jaxtyping import Array, Bool, Float
 from ..contract import AttentionSpec
 from ..devices import Target
 from .block_sizes import LANES, TileBlocks, tpu_blocks, tpu_reasons
-from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, block_visible, product, token_reasons, where_needed
+from .pallas_rows import (
+    HIDDEN,
+    PallasKernels,
+    Placed,
+    Queries,
+    Rows,
+    Visits,
+    block_visible,
+    product,
+    token_reasons,
+    where_needed,
+)
 from .settings import Settings, Tiling
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
@@ -65,26 +79,53 @@ class TpuKernels(PallasKernels):
         return self.blocks.block_q
 
     def attend_rows(
-        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed
-    ) -> Array:
+        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed, *, keep: bool
+    ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.attend_rows`; a long list takes several calls."""
         n_rows, slots, v_dim = rows.shape[1], tiles.shape[-1], values.shape[-1]
         calls = -(-self.tiles * (slots + 1) * 4 // LIST_BYTES)
         per_call = -(-self.tiles // calls)
-        out_shape = jax.ShapeDtypeStruct((per_call * self.blocks.blocks_q, n_rows, v_dim), rows.dtype)
+        n_blocks, dtype = per_call * self.blocks.blocks_q, jnp.float32 if keep else rows.dtype
+        out_shape = [jax.ShapeDtypeStruct((n_blocks, n_rows, v_dim), dtype)]
+        if keep:
+            out_shape.append(jax.ShapeDtypeStruct((n_blocks, n_rows, LANES), jnp.float32))
         call = _call(self, slots, out_shape, has_ids=bool(placed.ids))
         spare = calls * per_call - self.tiles
         tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
         counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
         columns = _as_columns(placed.ids)
 
-        def part(of_call: tuple[Array, Array, Array]) -> Array:
+        def part(of_call: tuple[Array, Array, Array]) -> tuple[Array, ...]:
             start, tiles, counts = of_call
             # One dimension each: an array of more is padded to 128 lanes in scalar memory.
-            return call(start[None], tiles, counts, *placed[:2], rows, keys, values, *columns)
+            out, *log_sums = call(start[None], tiles, counts, *placed[:2], rows, keys, values, *columns)
+            return out, *(x[..., 0] for x in log_sums)
 
-        out = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
-        return out.reshape(-1, n_rows, v_dim)[: self.tiles * self.blocks.blocks_q]
+        found = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
+        return tuple(x.reshape(-1, *x.shape[2:])[: self.tiles * self.blocks.blocks_q] for x in found)
+
+    def lists_fit(self, slots: int) -> bool:
+        """As :meth:`PallasKernels.lists_fit`: a call has the pairs of one KV head of one sequence."""
+        tiling = self.tiling
+        return tiling.query_tiles * slots * 4 <= LIST_BYTES and tiling.query_tiles * tiling.units < 2**31
+
+    def gradients_of_rows(
+        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed
+    ) -> tuple[Array, ...]:
+        """As :meth:`PallasKernels.gradients_of_rows`, one KV head of one sequence after the other."""
+        heads = keys.shape[0]
+        columns, scalars = _as_columns(placed.ids), rows.scalars.reshape(heads, -1, *rows.scalars.shape[1:])
+        dims = (rows.query.shape[-1],) if by == "query" else (keys.shape[-1], values.shape[-1])
+        call = _gradient_call(self, by, dims, values.shape[-1], visits)
+
+        def of_head(of_call: tuple[Array, ...]) -> list[Array]:
+            head, codes, count, scalars = of_call
+            # The scalars of a row are padded to 128 lanes: those of one head at a time.
+            operands = rows.query, rows.d_out, scalars, keys, values, *columns
+            return call(head[None], codes, count[None], *placed[:2], *operands)
+
+        xs = jnp.arange(heads, dtype=jnp.int32), visits.codes, visits.starts[:, -1], scalars
+        return tuple(lax.map(of_head, xs))
 
     def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "blocks 1 units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
@@ -135,10 +176,12 @@ def _as_columns(ids: tuple[Array, ...]) -> tuple[Array, ...]:
     return (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
 
 
-def _call(kernels: TpuKernels, slots: int, out_shape: jax.ShapeDtypeStruct, *, has_ids: bool) -> Callable[..., Array]:
+def _call(
+    kernels: TpuKernels, slots: int, out_shape: list[jax.ShapeDtypeStruct], *, has_ids: bool
+) -> Callable[..., list[Array]]:
     """The kernel over as many blocks of queries as ``out_shape`` has, with lists of ``slots`` tiles of keys."""
     tiling, blocks, head_dim = kernels.tiling, kernels.blocks, kernels.spec.head_dim
-    (steps, n_rows, v_dim), parts, splits = out_shape.shape, blocks.blocks_q, blocks.blocks_kv
+    (steps, n_rows, v_dim), parts, splits = out_shape[0].shape, blocks.blocks_q, blocks.blocks_kv
 
     def tile_at(step: Any, start: Any) -> Any:
         return jnp.minimum(start[0] + step // parts, kernels.tiles - 1)  # the last call may have steps to spare
@@ -177,7 +220,7 @@ def _call(kernels: TpuKernels, slots: int, out_shape: jax.ShapeDtypeStruct, *, h
                 pl.BlockSpec((None, blocks.block_kv, v_dim), of_keys),
                 *(id_specs if has_ids else ()),
             ],
-            out_specs=pl.BlockSpec((None, n_rows, v_dim), lambda step, *_: (step, 0, 0)),
+            out_specs=[pl.BlockSpec((None, *out.shape[1:]), lambda step, *_: (step, 0, 0)) for out in out_shape],
             scratch_shapes=[
                 pltpu.VMEM((n_rows, LANES), jnp.float32),
                 pltpu.VMEM((n_rows, LANES), jnp.float32),
@@ -205,7 +248,8 @@ def _attend(
     slots: int,
 ) -> None:
     """One block of queries against one block of keys: the running maximum, sum and output of every row."""
-    *id_refs, out_ref, max_ref, sum_ref, acc_ref = refs
+    n_ids = 2 * kernels.spec.has_segment_ids
+    id_refs, (out_ref, *log_sum_refs, max_ref, sum_ref, acc_ref) = refs[:n_ids], refs[n_ids:]
     blocks, step, slot = kernels.blocks, pl.program_id(0), pl.program_id(1)
     index, part = step // blocks.blocks_q, step % blocks.blocks_q
     listed, split = slot // blocks.blocks_kv, slot % blocks.blocks_kv
@@ -237,6 +281,116 @@ def _attend(
     def _() -> None:
         total = sum_ref[:, :1]
         out_ref[...] = (acc_ref[...] / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
+        for log_sum_ref in log_sum_refs:
+            log_sum_ref[...] = max_ref[...] + jnp.log(jnp.where(sum_ref[...] == 0.0, 1.0, sum_ref[...]))
+
+
+def _gradient_call(
+    kernels: TpuKernels, by: Literal["query", "key"], dims: tuple[int, ...], v_dim: int, visits: Visits
+) -> Callable[..., list[Array]]:
+    """The kernel over the pairs of one KV head: every block of an owner stays while its others pass.
+
+    Grid: blocks of an owner, pairs, blocks of the other.
+    """
+    tiling, blocks, spec = kernels.tiling, kernels.blocks, kernels.spec
+    n_rows, parts, splits = spec.group_size * blocks.block_q, blocks.blocks_q, blocks.blocks_kv
+    owner_blocks, other_blocks = (parts, splits) if by == "query" else (splits, parts)
+
+    def blocks_of(mine: Any, pair: Any, its: Any, codes: Any, count: Any) -> tuple[Any, Any]:
+        """Of rows and of keys, in their head. Behind the last pair the same block again, which is not loaded again."""
+        its = jnp.where(pair < count[0], its, other_blocks - 1)
+        owner = codes[pair] // visits.others * owner_blocks + mine
+        other = codes[pair] % visits.others * other_blocks + its
+        return (owner, other) if by == "query" else (other, owner)
+
+    def spec_of(what: str, width: int, *, local: bool = False) -> pl.BlockSpec:
+        def index(mine: Any, pair: Any, its: Any, head: Any, codes: Any, count: Any, *_: Any) -> tuple[Any, ...]:
+            row_block, key_block = blocks_of(mine, pair, its, codes, count)
+            if what == "key":
+                return 0 if local else head[0], key_block, 0
+            return row_block if local else head[0] * tiling.query_tiles * parts + row_block, 0, 0
+
+        return pl.BlockSpec((None, blocks.block_kv if what == "key" else n_rows, width), index)
+
+    def ids_of(at: int, shape: tuple[int, ...]) -> pl.BlockSpec:
+        def index(mine: Any, pair: Any, its: Any, head: Any, codes: Any, count: Any, *_: Any) -> tuple[Any, ...]:
+            block = blocks_of(mine, pair, its, codes, count)[at]
+            return (head[0] // spec.num_kv_heads, *((block, 0) if at == 0 else (0, block)))
+
+        return pl.BlockSpec((None, *shape), index)
+
+    owner_size = tiling.query_tiles * parts if by == "query" else kernels.kv_blocks * blocks.block_kv
+    lead = (owner_size, n_rows) if by == "query" else (1, owner_size)
+    id_specs = [ids_of(0, (blocks.block_q, 1)), ids_of(1, (1, blocks.block_kv))]
+    return pl.pallas_call(
+        functools.partial(_gradient, kernels=kernels, by=by, others=visits.others),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(owner_blocks, visits.codes.shape[1], other_blocks),
+            in_specs=[
+                spec_of("query", spec.head_dim),
+                spec_of("query", v_dim),
+                spec_of("query", 2, local=True),
+                spec_of("key", spec.head_dim),
+                spec_of("key", v_dim),
+                *(id_specs if spec.has_segment_ids else ()),
+            ],
+            out_specs=[spec_of(by, dim, local=True) for dim in dims],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((*lead, dim), jnp.float32) for dim in dims],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
+        interpret=kernels.interpret,
+        name=f"kascade_gradient_by_{by}",
+    )
+
+
+def _gradient(
+    head_ref: Any,
+    codes_ref: Any,
+    count_ref: Any,
+    firsts_ref: Any,
+    lengths_ref: Any,
+    query_ref: Any,
+    d_out_ref: Any,
+    scalars_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
+    *refs: Any,
+    kernels: TpuKernels,
+    by: Literal["query", "key"],
+    others: int,
+) -> None:
+    """One block of queries against one block of keys: what they add to the gradients of the owner."""
+    n_ids = 2 * kernels.spec.has_segment_ids
+    id_refs, gradient_refs, blocks, tiling = refs[:n_ids], refs[n_ids:], kernels.blocks, kernels.tiling
+    mine, pair, its = (pl.program_id(axis) for axis in range(3))
+    owner, other = codes_ref[pair] // others, codes_ref[pair] % others
+    (tile, part), (unit, split) = ((owner, mine), (other, its)) if by == "query" else ((other, its), (owner, mine))
+    queries = kernels.queries_of(
+        head_ref[0] * tiling.query_tiles + tile, part * blocks.block_q, firsts_ref, lengths_ref
+    )
+    begin = unit * blocks.tile_kv + split * blocks.block_kv
+
+    @pl.when((its == 0) & ((pair == 0) | (codes_ref[jnp.maximum(pair - 1, 0)] // others != owner)))
+    def _() -> None:
+        for ref in gradient_refs:
+            ref[...] = jnp.zeros_like(ref)
+
+    def work(masked: bool) -> None:
+        query, d_out, of_rows = query_ref[...], d_out_ref[...], (scalars_ref[:, :1], scalars_ref[:, 1:])
+        for at in range(0, blocks.block_kv, blocks.step_kv):
+            some = pl.ds(at, blocks.step_kv)
+            key, shape = key_ref[some, :], (query.shape[0], blocks.step_kv)
+            seen = block_visible(kernels, queries, shape, begin + at, id_refs, some) if masked else None
+            probability, d_score = kernels.pair(query, d_out, *of_rows, key, value_ref[some, :], seen)
+            if by == "query":
+                gradient_refs[0][...] += product(d_score, key, (1, 0))
+            else:
+                gradient_refs[0][some, :] += product(d_score, query, (0, 0))
+                gradient_refs[1][some, :] += product(probability, d_out, (0, 0))
+
+    for_all = queries.all_see(begin + blocks.block_kv) & (queries.number >= blocks.block_q)
+    where_needed(pair < count_ref[0], for_all, bool(id_refs), work)
 
 
 def _soften(score: Array, seen: Array | None, max_ref: Any, sum_ref: Any) -> tuple[Array, Array]:

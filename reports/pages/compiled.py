@@ -67,13 +67,29 @@ class Shown:
 
     @property
     def ops(self) -> list[Record]:
-        """Attention calls."""
-        return [record for record in self.records if record.kind.startswith("op_")]
+        """Attention calls, of backends that take one of the page's cases."""
+        return [record for record in self.records if record.kind.startswith("op_") and record.requested in self._taking]
 
     @property
     def models(self) -> list[Record]:
-        """Whole models."""
-        return [record for record in self.records if record.kind.startswith("model_")]
+        """Whole models, of the same backends."""
+        return [
+            record for record in self.records if record.kind.startswith("model_") and record.requested in self._taking
+        ]
+
+    @property
+    def _taking(self) -> set[str]:
+        return {record.requested for record in self.records if record.status != "unsupported"}
+
+    def absent(self) -> Iterator[str]:
+        """A sentence that names the backends that take none of the cases; they have no row in the matrices."""
+        first: dict[str, Record] = {}
+        for record in self.records:
+            if record.requested not in self._taking:
+                first.setdefault(record.requested, record)
+        if first:
+            named = (f"{code(name)} ({self.numbers[record.reasons[0]]})" for name, record in first.items())
+            yield f"Unsupported in every case, and in no table but the last: {', '.join(named)}."
 
 
 def build(run: Run) -> Page:
@@ -91,7 +107,8 @@ def build(run: Run) -> Page:
 
 def in_short(shown: Shown) -> Iterator[Section]:
     """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
-    found = (*_sentences(_lengths(shown.models), "lengths"), *_sentences(_batches(shown.models), "batches"))
+    bounds = (*_sentences(_lengths(shown.models), "lengths"), *_sentences(_batches(shown.models), "batches"))
+    found = (*bounds, *shown.absent())
     yield Section("in_short", "In short", (_counts(shown.records),), found)
 
 
@@ -148,10 +165,10 @@ def compiled_overview(run_dir: Path) -> str:
 
 
 def verdict(record: Record) -> str:
-    """One of: fits, compiles (kernels alone: the program's size is not known), no fit, rejected, refused, timeout."""
+    """One of: fits, compiles (kernels alone, whose program has no size), no fit, rejected, unsupported, timeout."""
     if record.status == "ok":
         return "compiles" if record.memory.get("compiled_peak") is None else "fits"
-    return {"oom": "no fit", "unsupported": "refused", "timeout": "timeout"}.get(record.status, "rejected")
+    return {"oom": "no fit", "unsupported": "unsupported", "timeout": "timeout"}.get(record.status, "rejected")
 
 
 def _numbers(records: Iterable[Record]) -> dict[str, str]:
@@ -175,7 +192,7 @@ _COUNTED = {
     "compiles": "compile as kernels alone, whose program has no size here",
     "no fit": "do not fit the device",
     "rejected": "are rejected by the compiler",
-    "refused": "are refused by the backend",
+    "unsupported": "are unsupported by the backend",
     "timeout": "took too long",
 }
 
@@ -191,7 +208,7 @@ def _matrix(key: str, title: str, records: Sequence[Record], shown: Shown) -> It
         return
     legend = (
         "Peak memory where it compiles and fits; **no fit** where it is more than the device has; **rejected** where "
-        "the compiler does not take it; refused where the backend says so first. Reasons by number below."
+        "the compiler does not take it; unsupported where the backend says so first. Reasons by number below."
     )
     rows: dict[tuple[str, str], dict[str, Value]] = {}
     for record in records:
@@ -236,11 +253,9 @@ Found = dict[tuple[str, str, str], tuple[int | None, int | None]]
 
 
 def _lengths(records: Sequence[Record]) -> Found:
-    """The longest sequence that fits, the shortest that does not; without cells that only a search for a batch made."""
-    searched = {r.key for tried in _tried(records, "batch").values() if len(tried) > 1 for r in tried}
+    """The longest sequence that fits, the shortest that does not; where several lengths were tried."""
     lengths = _tried(records, "sequence")
-    return _bounds({key: tried for key, tried in lengths.items() if len(tried) > 1 or tried[0].key not in searched},
-                   "sequence")  # fmt: skip
+    return _bounds({key: tried for key, tried in lengths.items() if len(tried) > 1}, "sequence")
 
 
 def _batches(records: Sequence[Record]) -> Found:
@@ -396,6 +411,12 @@ def _share(record: Record) -> float | None:
     return 100 * peak / limit if peak is not None and limit else None
 
 
+def every_cell(shown: Shown) -> Iterator[Section]:
+    """Verdict and sizes of each cell; folded."""
+    made = _cells(shown.records, shown.numbers)
+    yield Section("cells", "Every cell", tables=made, folded=plural(len(shown.records), "cell"))
+
+
 def reproduce(shown: Shown) -> Iterator[Section]:
     """The command that was run."""
     need = "With the compilers (pip install '.[tpu,compile-cuda,kvax]'), on any Linux machine:"
@@ -413,7 +434,7 @@ SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
     section("schedules", "Schedules", "tables", lambda shown: _scheduled(shown.records), SCHEDULED),
     read_programs,
     section("reasons", "Reasons", "items", lambda shown: _reasons(shown.numbers)),
-    section("cells", "Every cell", "tables", lambda shown: _cells(shown.records, shown.numbers)),
+    every_cell,
     section("environment", "Environment", "tables", lambda shown: environment.environment_table(shown.records)),
     section("method", "How this was made", "items", lambda _: METHOD),
     reproduce,

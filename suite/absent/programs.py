@@ -48,16 +48,17 @@ def op_program(
     def planned(layout: Layout) -> Plan:
         return plan(backend, spec, layout, target=target, mode="compile", options=options)
 
-    d_out = (jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),) if case.needs_grad else ()
+    d_out = (_cotangent(query, value),) if case.needs_grad else ()
     return AbstractProgram(op_function(case, planned), (layout, query, key, value, *d_out))
 
 
 def role_program(
     case: OpCase, backend: BackendWithRoles, target: Target, role: str, given: Mapping[str, Any] = MappingProxyType({})
 ) -> AbstractProgram:
-    """Output and carry of one layer that plays ``role``, without gradients; ``given`` are options beside the role's.
+    """Output and carry of one layer that plays ``role``; ``given`` are options beside the role's.
 
-    The last argument is the carry of the layer before it.
+    With gradients the output is a tuple, with those of query, key and value behind it. The last argument is the carry
+    of the layer before it.
     """
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     of_role, layer = backend.roles(spec)[role]
@@ -67,9 +68,21 @@ def role_program(
         planned = plan(backend, spec, layout, target=target, mode="compile", options=options)
         return planned.run(query, key, value, layer=layer, carry=carry)
 
+    def with_gradients(layout: Layout, query: Any, key: Any, value: Any, d_out: Any, *carry: Any) -> Any:
+        out, pullback, carried = jax.vjp(
+            lambda *arrays: run(layer, layout, *arrays, *carry), query, key, value, has_aux=True
+        )
+        return (out, *pullback(d_out)), carried
+
     # Only the backend knows the shape of the carry.
     carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
+    if case.needs_grad:
+        return AbstractProgram(with_gradients, (layout, query, key, value, _cotangent(query, value), *carry))
     return AbstractProgram(functools.partial(run, layer), (layout, query, key, value, *carry))
+
+
+def _cotangent(query: Any, value: Any) -> Any:
+    return jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
 
 
 def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:

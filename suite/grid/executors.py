@@ -35,7 +35,7 @@ from ..record import Record
 from ..user_function import files_of
 from .process import Joined, Restarting, Turn, Worker
 from .references import References
-from .running import Limits, RunContext, Running, now, prepare, profile, record_of, sample
+from .running import Limits, RunContext, Running, now, on_device, prepare, profile, record_of, sample
 
 
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
@@ -224,6 +224,8 @@ def _sample(
             context.watcher.doing(case.name, each.cell.row, f"sample {number}")
             try:
                 enough = sample(each, context, references)
+                if enough:
+                    on_device(each, context)
             except CellFailure as failure:
                 active.remove(each)
                 yield each.failed(context, failure)

@@ -8,9 +8,12 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from ..record import Record
 from ..summary import record_line, refusal
+
+_INDENT = 12  # columns of a status, under which a long line goes on
 
 
 class ProgressDisplay:
@@ -66,7 +69,7 @@ class ProgressDisplay:
 
     def warn(self, sentence: str) -> None:
         """Show a warning above the bar."""
-        self._console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        self._print(Text(f"warning: {sentence}", "yellow"))
 
     def done(self, record: Record) -> None:
         """Print the cell's line, and move the bar: not by an unsupported cell, whose reason is printed once."""
@@ -78,4 +81,10 @@ class ProgressDisplay:
             if told in self._refused:
                 return
             self._refused.add(told)
-        self._console.print(record_line(record), highlight=False, soft_wrap=True)
+        self._print(record_line(record))
+
+    def _print(self, line: Text) -> None:
+        """One line; on a terminal broken between words, because a terminal breaks them anywhere."""
+        if self._console.is_terminal:
+            line = Text("\n" + " " * _INDENT).join(line.wrap(self._console, self._console.width - _INDENT))
+        self._console.print(line, highlight=False, soft_wrap=True)

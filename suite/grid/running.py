@@ -25,7 +25,7 @@ from ..measure import judge, plausible
 from ..measure.speed import Sampling
 from ..record import Environment, Measured, Record, RecordError
 from ..statistics import FEWEST
-from ..typed import Real, Size
+from ..typed import Real, Scalar, Size
 from ..user_function import is_reference
 from . import work
 from .process import Turn
@@ -88,6 +88,8 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
         "process_high_water_method": outcome.memory_method,
         "calls_per_sample": outcome.calls,
         "pinned_threads": outcome.pinned_threads,
+        "sampling": outcome.sampling,
+        "accelerator": outcome.accelerator,
     }
     record = Record(
         key=cell.key,
@@ -229,6 +231,26 @@ def sample(each: Running, context: RunContext, references: References | None = N
     return enough
 
 
+def on_device(each: Running, context: RunContext) -> None:
+    """Ask for the device's own time, after the samples: a profiler slows the host. Its failure is a note."""
+    if each.outcome.sampling is None:
+        return
+    try:
+        answer = each.ask(context.limits.seconds, work.on_device, each.cell.key, secrets.randbits(32))
+        found = typed.convert(answer, _OnDevice)
+    except (CellFailure, ValueError) as failure:
+        note = f"the device's own time is not known: {failure}"
+        each.outcome = dataclasses.replace(each.outcome, notes=(*each.outcome.notes, note))
+        return
+    each.outcome = dataclasses.replace(
+        each.outcome,
+        device_seconds=found.device_seconds,
+        cached_seconds=found.cached_seconds,
+        accelerator=found.accelerator,
+    )
+    _check_plausible(each, context)
+
+
 def profile(each: Running, context: RunContext) -> None:
     """Profile one more call, after the samples: a profiler slows what it watches. Its failure is a warning."""
     if context.profile is None:
@@ -251,6 +273,15 @@ class _Sample:
 
     seconds: Real
     spent: Real
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _OnDevice:
+    """The answer to a request for the device's own time, and the state of the device after it."""
+
+    device_seconds: tuple[Real, ...]
+    cached_seconds: tuple[Real, ...]
+    accelerator: dict[str, Scalar]
 
 
 def _judge(each: Running, reference: Path, context: RunContext, references: References) -> None:
@@ -293,6 +324,6 @@ def _check_plausible(each: Running, context: RunContext) -> None:
     dtype, machine = str(each.cell.problem.get("dtype")), context.environment.get("machine")
     sentence = plausible.clock(each.spent, each.sampling_seconds, len(each.samples))
     if sentence is None and machine is not None and each.cell.exact:  # an approximation may leave work out
-        sentence = plausible.floor(each.samples, each.outcome, dtype, machine)
+        sentence = plausible.floor(each.outcome.device_seconds or each.samples, each.outcome, dtype, machine)
     if sentence is not None:
         raise CellFailure("wrong", f"implausible: {sentence}")

@@ -20,7 +20,7 @@ from ..apart import Process, apart_of, register_apart
 from ..cell import Case, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
-from ..measure import arrays, machine, memory, placement, speed
+from ..measure import accelerator, arrays, machine, memory, placement, speed
 from ..measure.fresh import Draw
 from ..measure.profile import profile
 from ..record import Machine, TensorError
@@ -101,6 +101,15 @@ def sample(key: str, seed: int) -> dict[str, float]:
     start = speed.clock()
     seconds = timed.sample(seed)
     return {"seconds": seconds, "spent": speed.clock() - start}
+
+
+def on_device(key: str, seed: int) -> dict[str, Any]:
+    """Seconds per call that the accelerator computed, and its state after them."""
+    timed = _prepared(key).timed
+    if timed is None:
+        raise CellFailure("crashed", "this cell has nothing that can be profiled.")
+    found, cached = timed.on_device(seed)
+    return {"device_seconds": found, "cached_seconds": cached, "accelerator": accelerator.nvidia_state()}
 
 
 def answer(key: str, seed: int, path: Path) -> None:

@@ -1,10 +1,12 @@
 """The state of an NVIDIA GPU that decides what a time means: clocks, power limit, ECC, MIG, driver, who else is there.
 
-``nvidia-smi`` is asked, and what it does not say is left out. A TPU says none of it; its libtpu is among the versions.
+``nvidia-smi`` is asked, and what it does not say is left out. A TPU says none of it; its libtpu is among the versions,
+and refuses a second process itself.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -23,15 +25,24 @@ _FIELDS = {
     "persistence_mode": "persistence",
 }
 _SECONDS = 20.0
+_IDLE = 10  # percent of the last second with a kernel, up to which nobody computes
 
 
 def nvidia_state() -> dict[str, Scalar]:
-    """The state of the first GPU; empty where ``nvidia-smi`` is missing, fails or answers something else."""
+    """The state of JAX's first GPU; empty where ``nvidia-smi`` is missing, fails or answers something else."""
     state = parse_state(_answer("--query-gpu=" + ",".join(_FIELDS)))
     processes = _answer("--query-compute-apps=pid")
     if state and processes is not None:
         state["compute_processes"] = len(processes.split())
     return state
+
+
+def used_by_others() -> str | None:
+    """Who computes on the GPU, in words, asked before this run does; None where nobody does, or nobody knows."""
+    load = (_answer("--query-gpu=utilization.gpu") or "").strip()
+    if processes := len((_answer("--query-compute-apps=pid") or "").split()):
+        return f"{processes} other process{'es' if processes > 1 else ''}"
+    return f"somebody else, {load}% of the time" if load.isdecimal() and int(load) > _IDLE else None
 
 
 def parse_state(text: str | None) -> dict[str, Scalar]:
@@ -53,7 +64,8 @@ def _scalar(name: str, value: str) -> Scalar:
 
 
 def _answer(*query: str) -> str | None:
-    words: Sequence[str] = ("nvidia-smi", *query, "--format=csv,noheader,nounits", "--id=0")
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    words: Sequence[str] = ("nvidia-smi", *query, "--format=csv,noheader,nounits", f"--id={first}")
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):

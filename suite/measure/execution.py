@@ -11,7 +11,7 @@ from attnsuite.backends import AttentionSpec, Target
 
 from ..cell import Means, Outcome
 from ..errors import CellFailure
-from . import lint, memory, speed
+from . import in_flight, lint, memory, speed
 from .fresh import Draw, renewer
 from .program import Program
 
@@ -27,6 +27,10 @@ class Timed:
     def __init__(self, compiled: speed.Compiled, program: Program, calls: int = 1) -> None:
         self._call, self._arrays, self._calls, self._arguments = compiled.call, program.arrays, calls, renewer(program)
         self.call, self._kept = 0, None
+        self.flight = None
+        if isinstance(self._call, in_flight.Chain):
+            new = sum(program.arguments[i].nbytes for i in program.renewed)
+            self.flight = in_flight.Flight.of(self._call, calls, new, Target.here())
 
     def outputs(self, draw: Draw) -> Any:
         """The outputs of one call, as JAX returns them."""
@@ -35,9 +39,22 @@ class Timed:
     def sample(self, seed: int) -> float:
         """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``, and ``n`` is any number."""
         self._kept = None
-        found = speed.sample(self._call, lambda n: self._arguments(Draw(seed, n)), self._calls)
+        arguments = self._drawn(seed)
+        if self.flight is None:
+            found = speed.sample(self._call, arguments, self._calls)
+        else:
+            found = self.flight.sample(arguments, speed.drawn())
         self.call, self._kept = found.call, found.outputs
         return found.seconds
+
+    def on_device(self, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """As :meth:`in_flight.Flight.on_device`, of calls that are timed in flight. Raises CellFailure."""
+        if self.flight is None:
+            raise CellFailure("crashed", "its calls are waited for one by one; their time is not the device's.")
+        return self.flight.on_device(self._drawn(seed))
+
+    def _drawn(self, seed: int) -> in_flight.Arguments:
+        return lambda number: self._arguments(Draw(seed, number))
 
     @property
     def kept(self) -> Any:
@@ -57,11 +74,12 @@ def outputs_of(program: Program, draw: Draw | None = None) -> Any:
     return jax.jit(program.function)(*program.arguments)
 
 
-def _compiled(program: Program) -> speed.Compiled:
-    """The compiled program; as it stands where it brings its own compilation."""
+def _compiled(program: Program, *, in_line: bool = True) -> speed.Compiled:
+    """The compiled program; as it stands where it brings its own compilation. Calls ``in_line`` are waited for."""
     if program.arrays is not None:
         return speed.Compiled(program.function)
-    return speed.compile_program(program.function, program.arguments)
+    compile_program = speed.compile_program if in_line else in_flight.compile_chain
+    return compile_program(program.function, program.arguments)
 
 
 def execute(
@@ -73,10 +91,10 @@ def execute(
     second run gave the same bits. The text of a program that computes only attention ``spec`` is read. Raises
     CellFailure where the program needs more memory than its limit.
     """
-    compiled = _compiled(program)
+    target = Target.here()
+    compiled = _compiled(program, in_line=target.platform == "cpu" or devices > 1)
     sizes = memory.compiled_sizes(compiled.call, devices) if program.arrays is None else {}
     needed = sum(size for size in sizes.values() if size)
-    target = Target.here()
     limit = means.memory_limit
     available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes
     if needed > available:
@@ -106,7 +124,8 @@ def execute(
         compile_seconds=compiled.compile_seconds,
         memory=sizes | used,
         memory_method=method,
-        calls=calls,
+        calls=calls if timed.flight is None else timed.flight.calls,
+        sampling=None if timed.flight is None else in_flight.METHOD,
         program=None if spec is None or program.arrays is not None else lint.read(compiled.call.as_text(), spec),
         repeats=repeats,
     )

@@ -1,8 +1,9 @@
 """Time: lowering and compiling apart from running, and samples that wait for every output.
 
-A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`. ``statistics.py`` evaluates
-samples. The clock, the function that waits and that which draws are taken when this module is imported, which is before
-a function of the user is: what that function replaces later measures nothing.
+A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`; on an accelerator
+``in_flight.py`` takes it. ``statistics.py`` evaluates samples. The clock, the function that waits and that which draws
+are taken when this module is imported, which is before a function of the user is: what that function replaces later
+measures nothing.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ class Sampling:
         )
 
 
-def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
+def compile_program(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...] = ()
+) -> Compiled:
     """Lower and compile ``function`` for ``arguments``, timing the two apart."""
     start = clock()
-    lowered = jax.jit(function).lower(*arguments)
+    lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
     middle = clock()
     executable = lowered.compile()
     return Compiled(executable, middle - start, clock() - middle)
@@ -95,23 +98,24 @@ def sample(call: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]]
     before it: a function that reads the frames of this one could otherwise compute nothing in the other calls, or all
     answers in the one that is not counted.
     """
-    number = _drawn()
+    number = drawn()
     seconds, outputs = _timed(call, arguments(number))
     come_to_rest()
     if seconds >= LONG_CALL:
         return Sample(seconds, number, outputs)
     chosen, seconds = number, 0.0
     for done in range(1, calls + 1):
-        number = _drawn()
+        number = drawn()
         passed, found = _timed(call, arguments(number))
         seconds += passed
-        if _drawn() % done == 0:
+        if drawn() % done == 0:
             chosen, outputs = number, found
     come_to_rest()
     return Sample(seconds / calls, chosen, outputs)
 
 
-def _drawn() -> int:
+def drawn() -> int:
+    """A number that nobody knew before, below 2**32."""
     return int.from_bytes(urandom(4), "little")
 
 

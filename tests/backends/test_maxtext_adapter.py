@@ -267,3 +267,24 @@ def test_layers_of_a_stack_have_their_roles(base):
         np.testing.assert_allclose(out, expected, atol=1e-5)
         dense = backends.attention(*call, is_causal=True, scale=1.0, backend="standard")
         assert (np.abs(out - dense).max() > 0.05) == (layer > 0)
+
+
+@each
+def test_scan_over_layers_is_that_of_the_stack(base):
+    """It threads number and selection. MaxText's own scan hands on the hidden states alone, so it is refused."""
+    stack = backends.LayerStack(4)
+    one = op(adapter.attention_op(base, "kascade", layer=stack, **KASCADE))
+    stacked = tuple(jnp.stack([draw(1, 256, heads, 8, seed=i) for i in range(4)]) for heads in (4, 2, 2))
+    start, places = jnp.zeros((1, 256, 4, 8)), jnp.arange(256)[None]
+
+    def block(x, call):
+        return x + one(*call, None, places, "train")
+
+    def in_a_list(x):
+        for i in range(4):
+            x = block(x, tuple(part[i] for part in stacked))
+        return x
+
+    np.testing.assert_allclose(stack.scan(block, start, stacked), stack.run(in_a_list, start), atol=1e-5)
+    with pytest.raises(ValueError, match="scan_layers=False"):
+        stack.run(jax.lax.scan, lambda x, call: (block(x, call), None), start, stacked)

@@ -59,8 +59,11 @@ def test_repeated_calls_outside_of_jit_compile_nothing():
 def test_vmap_runs_a_backend_once(backend):
     query, key, value = transformations.operands("float32")
     step = functools.partial(attention, backend=backend, needs_grad=False)
-    stacked = [jnp.stack([x, x]) for x in (query[:, :1], key, value)]
-    assert str(jax.make_jaxpr(jax.vmap(step))(*stacked)).count("dot_general") == 2
+    operands = [query[:, :1], key, value]
+    mapped = str(jax.make_jaxpr(jax.vmap(step))(*(jnp.stack([x, x]) for x in operands)))
+    batched = str(jax.make_jaxpr(step)(*(jnp.concatenate([x, x]) for x in operands)))
+    for operation in ("dot_general", "cond"):
+        assert mapped.count(operation) == batched.count(operation)
 
 
 @pytest.mark.parametrize("fault", ["wrong", "an error of JAX"])

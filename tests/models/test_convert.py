@@ -30,8 +30,13 @@ def equal(first, second):
 
 
 def environment():
-    """For a process that imports what this one does."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    """For a process that imports what this one does, and gives freed tensors back.
+
+    glibc's malloc keeps what was freed under a threshold that rises to 32 MiB, a feed-forward tensor of ``two_depths``:
+    which of them it keeps changes from run to run, by up to 0.7 of a layer. A threshold that is set does not rise.
+    """
+    kept = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    return os.environ | kept
 
 
 @pytest.fixture
@@ -168,8 +173,8 @@ def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_de
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment())
         shallow, deep = map(int, done.stdout.split())
         more[call] = (deep - shallow) / layer
-    assert more["convert"] < 0.7, more
-    assert more["load"] > 2.3, more  # three layers more
+    assert more["convert"] < 0.2, more
+    assert more["load"] > 2.8, more  # three layers more
 
 
 def test_config_json_is_written_last(checkpoint, tmp_path):

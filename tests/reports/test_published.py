@@ -13,6 +13,7 @@ from attnsuite.suite.kinds.loss_curve import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.verbs import compile as compile_verb
 from attnsuite.suite.verbs import run as run_verb
+from attnsuite.suite.verbs.flags import extended
 
 pytestmark = pytest.mark.report
 
@@ -22,6 +23,7 @@ if not PUBLISHED.is_dir():
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 TRAINING_SHARDED = PUBLISHED / "training-sharded"
 VERDICTS = PUBLISHED / "verdicts-cpu-amd-epyc"
+DEVICES = ("-device-h100", "-device-v5e", "-device-v6e")
 ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, VERDICTS.name)
 PAGES = {
     "cpu-amd-epyc": (),
@@ -61,7 +63,7 @@ def test_page_of_verdicts_is_rendered_again_the_same(tmp_path):
 
 def test_every_folder_with_records_has_its_page():
     folders = {path.parent.name for path in PUBLISHED.glob("*/records.jsonl")}
-    compiled = {f"compiled{suffix}" for suffix in ("", "-kascade", "-kernels", "-tax", "-v5e", "-v5e-4x4")}
+    compiled = {f"compiled{suffix}" for suffix in ("", "-kascade", "-kernels", "-tax", "-v5e", "-v5e-4x4", *DEVICES)}
     assert folders == {*PAGES, *ALONE, *compiled}
 
 
@@ -71,7 +73,7 @@ def test_every_reproduce_line_is_what_the_command_line_takes():
     for page in PUBLISHED.glob("*/report.md"):
         for line in re.findall(r"^    (attnsuite .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             _, verb, *words = shlex.split(line)
-            found.setdefault(page.parent.name, []).append(tyro.cli(verbs[verb], args=words))
+            found.setdefault(page.parent.name, []).append(tyro.cli(extended(verbs[verb], verb, words), args=words))
     assert set(found) == {path.parent.name for path in PUBLISHED.glob("*/report.md")} - {*ALONE}
     for name in PAGES:
         asked = found[name][0]

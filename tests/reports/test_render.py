@@ -233,7 +233,7 @@ MANIFEST = Manifest(
     git_revision=None,
     target="cpu",
     flags={},
-    kascade={"tile_size": 64},
+    asked={"tile_size": 64},
 )
 
 
@@ -249,10 +249,10 @@ def test_record_notes_and_command_are_told(record, write_run):
 def test_command_of_the_guides_run_names_suite_model_and_text(record, write_run):
     run = write_run(record())
     of = {
-        "checkpoint": {"model": "DIR", "sequence": 512, "guide": True},
+        "checkpoint": {"model": "DIR", "sequence": 512, "suite": "kascade-guide"},
         "text": TextIdentity(path="my.txt", sha256=""),
     }
-    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, kascade={}, **of)
+    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, asked={}, **of)
     (run / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)), encoding="utf-8")
     command = (
         "    attnsuite run --suite kascade-guide --model DIR --seq-len 512 --backends standard,chunked --cases a,b "
@@ -264,3 +264,17 @@ def test_command_of_the_guides_run_names_suite_model_and_text(record, write_run)
 def test_time_below_what_the_machine_can_do_is_noted(record, write_run):
     text = outputs(write_run(record(samples=(1e-6,) * 10)))["report.md"]
     assert "above 100% of the measured matmul peak" in text
+
+
+def test_devices_own_time_is_shown_and_calls_in_flight_that_take_longer_are_named(record, write_run):
+    own = {"device_seconds": (0.1,) * 10, "cached_seconds": (0.08,) * 10}
+    slow, near = record(samples=(0.11,) * 10, **own), record("chunked", samples=(0.104,) * 10, **own)
+    written = outputs(write_run(slow, near))
+    text, details = written["report.md"], written["details.md"]
+    assert "In 1 cell the time of calls in flight differs by more than 5%" in text
+    assert f"{slow.key} (+10%)" in text
+    assert "calls in flight (ms)" in details
+    assert "inputs in the L2 cache (ms)" in details
+    assert details.count("| 100.00 [100.00, 100.00] |") >= 2  # the time is the device's
+    assert "the device computed" in details
+    assert "the device computed" not in outputs(write_run(record(), name="plain"))["details.md"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from attnsuite.suite.command_line import main
 from attnsuite.suite.record import Record
+from command import known_machine
 
 FAULTY = """
 import dataclasses, os, signal, time
@@ -123,10 +123,10 @@ def _started_by_a_terminal() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A suite file with two cases that take no time."""
-    path = tmp_path / "tiny.toml"
+    path = tmp_path_factory.mktemp("tiny") / "tiny.toml"
     path.write_text(TINY)
     return path
 
@@ -134,13 +134,7 @@ def tiny(tmp_path: Path) -> Path:
 @pytest.fixture
 def new_run(tmp_path: Path) -> Path:
     """A run directory where the machine's peaks are known already, which saves measuring them."""
-    return _known_machine(tmp_path / "run")
-
-
-@pytest.fixture(scope="session")
-def known_machine() -> Callable[[Path], Path]:
-    """Makes such a directory."""
-    return _known_machine
+    return known_machine(tmp_path / "run")
 
 
 @pytest.fixture(scope="session")
@@ -202,13 +196,6 @@ class Attnsuite:
 def attnsuite() -> Attnsuite:
     """Start the command, and wait for it."""
     return Attnsuite(_start, _finish)
-
-
-def _known_machine(out: Path) -> Path:
-    out.mkdir()
-    machine = {"matmul_flops": {"float32": 1e11, "bfloat16": 1e11}, "copy_bytes_per_second": 1e10}
-    (out / "machine.json").write_text(json.dumps(machine))
-    return out
 
 
 def _start(*arguments: object, path: Path | None = None) -> subprocess.Popen[str]:

@@ -1,7 +1,8 @@
 """Put into the path as ``sitecustomize``: this CPU passes for a TPU, and admits one process as libtpu does.
 
-``LONE_DEVICE`` is the file that a process locks when it touches the device. A process that sees CPUs only does not. The
-process that compiles the case ``LONE_DIES`` dies once, ``LONE_HANGS`` hangs once, each while it holds the lock.
+``LONE_DEVICE`` is the file that a process locks when it touches the device; one that sees CPUs only does not. With
+``dies`` in ``LONE_FAULTS`` the first process that compiles a program dies, with ``hangs`` the next one hangs, each
+while it holds the lock.
 """
 
 # ruff: noqa: PLC0415 (what touches no device imports no JAX)
@@ -49,25 +50,25 @@ def install():
 
 
 def fail_once(what, act):
-    """Act when a chunked program is first compiled, in the first process that comes to it."""
+    """Act when a program is first compiled, in the first process that comes to it."""
     mark = Path(f"{LOCK}.{what}")
-    if os.environ.get("LONE_FAULT") != what or mark.exists():
+    if what not in os.environ.get("LONE_FAULTS", "") or mark.exists():
         return
 
     from attnsuite.suite.measure import speed
 
     compile_program = speed.compile_program
 
-    def compiled(*arguments):
+    def compiled(*arguments, **given):
         if not mark.exists():
             mark.touch()
             act()
-        return compile_program(*arguments)
+        return compile_program(*arguments, **given)
 
     speed.compile_program = compiled
 
 
 if os.environ.get("JAX_PLATFORMS") != "cpu" and "attnsuite.suite.grid.worker" in " ".join(sys.orig_argv):
     install()
-    fail_once("dies", lambda: os._exit(9))
     fail_once("hangs", lambda: time.sleep(3600))
+    fail_once("dies", lambda: os._exit(9))  # comes before the other, being put around it

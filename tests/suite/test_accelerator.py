@@ -7,7 +7,7 @@ import os
 import pytest
 
 from attnsuite.suite import typed
-from attnsuite.suite.measure.accelerator import nvidia_state, parse_state
+from attnsuite.suite.measure.accelerator import nvidia_state, parse_state, used_by_others
 from attnsuite.suite.record import Environment
 
 LINE = "570.86.15, 1980, 1980, 2619, 650.00, 700.00, Enabled, Disabled, Enabled"
@@ -40,11 +40,39 @@ def test_what_the_driver_does_not_say_is_left_out():
     ],
 )
 def test_command_is_asked_and_its_failure_is_no_state(tmp_path, monkeypatch, script, found):
-    command = tmp_path / "nvidia-smi"
+    put_command(tmp_path, monkeypatch, script)
+    assert nvidia_state().get("compute_processes") == found
+
+
+@pytest.mark.parametrize(
+    ("load", "processes", "words"),
+    [
+        ("0", "", None),
+        ("3", "", None),
+        ("0", "4711", "1 other process"),
+        ("97", "4711\n4712", "2 other processes"),
+        ("97", "", "somebody else, 97% of the time"),  # of another container, whose processes are not listed
+        ("[N/A]", "", None),
+    ],
+)
+def test_others_on_the_gpu_are_told_by_their_processes_or_by_its_load(tmp_path, monkeypatch, load, processes, words):
+    put_command(tmp_path, monkeypatch, f'case "$1" in *gpu*) echo "{load}";; *) printf "{processes}";; esac')
+    assert used_by_others() == words
+
+
+def test_gpu_that_jax_sees_first_is_asked_about(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    put_command(tmp_path, monkeypatch, 'case "$*" in *gpu*--id=3) echo 50;; *gpu*) echo 0;; esac')
+    assert used_by_others() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert used_by_others() == "somebody else, 50% of the time"
+
+
+def put_command(folder, monkeypatch, script):
+    command = folder / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    assert nvidia_state().get("compute_processes") == found
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
 
 
 def test_machine_without_the_command_has_no_state(monkeypatch, tmp_path):

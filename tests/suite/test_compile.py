@@ -96,6 +96,15 @@ def test_layer_that_reuses_takes_the_selection_as_an_argument_and_hands_it_on(ki
     assert all("kascade_attend" in text for text in kernels)
 
 
+@pytest.mark.parametrize("role", ["anchor", "reuse"])
+def test_layer_in_a_role_has_the_gradients_that_its_case_asks_for(role):
+    case = OpCase(kind="op_forward_backward", sequence=256, kv_heads=2, dtype="bfloat16")
+    program = role_program(case, registry.get("kascade"), H100, role)
+    _, query, key, value, d_out, *_ = program.arguments
+    found, _ = jax.eval_shape(program.function, *program.arguments)
+    assert [array.shape for array in found] == [array.shape for array in (d_out, query, key, value)]
+
+
 @pytest.mark.parametrize("kind", ["model_prefill", "model_train", "model_decode"])
 def test_whole_model_is_made_of_shapes_alone(kind):
     case = ModelCase(kind=kind, model="llama-3.1-8b", sequence=8192, dtype="bfloat16", new_tokens=1)
@@ -427,12 +436,13 @@ def test_page_shows_what_fits_what_does_not_and_why(compile_with_fakes, tmp_path
     assert min(fit, not_fit, refused) > 0
     assert (
         f"{len(records)} cells: {fit} compile and fit, {not_fit} do not fit the device, "
-        f"{refused} are refused by the backend." in page
+        f"{refused} are unsupported by the backend." in page
     )
     assert "3.00 GiB" in page
     assert "no fit (E1)" in page
     assert "**E1** JaxRuntimeError: exceeds available HBM (15.75G)." in page
-    assert "refused (R1)" in page
+    assert "Unsupported in every case, and in no table but the last: `cudnn` (R1)." in page
+    assert "|  | cudnn |" not in page.partition("<details>")[0]
     assert "**R1** cuDNN does not compile here." in page
     assert "4096 / 5120" in page
     assert "fits up to 4096 with `standard`" in page

@@ -17,9 +17,10 @@ from attnsuite.suite.store import RECORDS, parse_records
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled"
 KASCADE, LONGEST, SLICE = (PUBLISHED.with_name(f"compiled-{name}") for name in ("kascade", "v5e", "v5e-4x4"))
+DEVICES = tuple(PUBLISHED.with_name(f"compiled-device-{kind}") for kind in ("h100", "v5e", "v6e"))
 
 
-@pytest.mark.parametrize("folder", [PUBLISHED, KASCADE, LONGEST, SLICE], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [PUBLISHED, KASCADE, LONGEST, SLICE, *DEVICES], ids=lambda folder: folder.name)
 def test_published_page_is_what_its_records_say(folder, tmp_path):
     fresh = reports.render(folder, out=tmp_path).read_text(encoding="utf-8")
     assert fresh == (folder / "report.md").read_text(encoding="utf-8")
@@ -46,6 +47,16 @@ def test_published_page_has_every_device_both_levels_and_its_command():
     assert {record.target.partition(":")[2] for record in records} == set(topologies.KINDS) == set(KNOWN_KINDS)
     assert {record.kind.partition("_")[0] for record in records} == {"op", "model"}
     assert command in (PUBLISHED / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_published_rehearsal_has_no_cell_that_crashed_and_its_command(folder):
+    records, command = cells_of(folder)
+    assert {record.status for record in records} <= {"ok", "unsupported", "oom"}
+    assert {(r.requested, r.case) for r in records if r.status == "oom"} <= {
+        ("standard", "forward-backward-s16384-h8k2-d128-bf16")
+    }
+    assert command in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_published_search_found_for_each_backend_what_fits_beside_what_does_not():

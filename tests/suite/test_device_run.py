@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import pytest
 
 from attnsuite.backends import names
 from attnsuite.suite import device_run
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid import run
 from attnsuite.suite.grid.executors import Limits
+from attnsuite.suite.grid.run import new_request
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS
 from attnsuite.suite.suites import DEVICE, QUICK
 from attnsuite.testing.problems import CASES
@@ -38,12 +43,28 @@ def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
     assert [case.name for case in made.judgement.cases if case.name not in CASES] == []
     kinds = [case.kind.partition("_")[0] for case in made.suite.cases]
     assert kinds == sorted(kinds, key=lambda kind: kind != "op")
+    takes = [case.dtype == "bfloat16" for case in made.suite.cases if case.kind.startswith("op_")]
+    assert takes == sorted(takes, reverse=True)  # Kvax's cells come first
     assert {case.name for case in QUICK.cases} <= {case.name for case in DEVICE.cases}
     device, contract, calls, models, _ = made.plan()
     assert device == "device:  cuda:h100; backends: kvax, standard"
     assert "16 problems" in contract
     assert "decode-s32768" in calls
     assert "prefill-text" in models
+
+
+@pytest.mark.parametrize("target", ["cuda:h100", "cpu:x"])
+@pytest.mark.parametrize("others", ["2 other processes", None])
+@pytest.mark.parametrize("busy", [False, True])
+def test_gpu_that_others_use_is_refused_unless_asked_for(monkeypatch, tmp_path, target, others, busy):
+    for module in (device_run, run):
+        monkeypatch.setattr(module, "used_by_others", lambda: others)
+    monkeypatch.setattr(run, "probe", lambda _: ({"target": target}, []))
+    quick = dataclasses.replace(new_request("quick", "standard", None, None, tmp_path, LIMITS), busy=busy)
+    for start in (quick.look, lambda: found(monkeypatch, tmp_path, target, {"standard"}, busy=busy)):
+        refused = target.startswith("cuda") and others and not busy
+        with pytest.raises(InputError, match="used by 2 other processes") if refused else contextlib.nullcontext():
+            start()
 
 
 def test_only_what_was_begun_is_resumed(monkeypatch, tmp_path):
@@ -55,10 +76,10 @@ def test_only_what_was_begun_is_resumed(monkeypatch, tmp_path):
             found(monkeypatch, tmp_path, "cpu:x", set(), **changes)
 
 
-def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(tmp_path, capsys, monkeypatch):
+def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, capsys, monkeypatch):
     monkeypatch.setattr(device_run, "PROBLEMS", ("causal",))
     monkeypatch.setattr(device_run, "_suite", _small)
-    out = tmp_path / "run"
+    out = new_run
     words = ["run", "--suite", "device", "--out", str(out)]
     assert code_of(*words, "--backends", "standard") == 0
     said = capsys.readouterr().out

@@ -15,6 +15,7 @@ from attnsuite.suite.grid import run as grid
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention import INTERPRETED_LENGTH, OpCase, spec_of
 from attnsuite.suite.store import RECORDS, parse_records
+from command import known_machine
 
 SUITE = """
 [[case]]
@@ -30,7 +31,7 @@ FALLBACK = resolve("auto", SPEC, Target("cpu")).backend.name
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory, foreign, faulty_names, known_machine, attnsuite):
+def begun(tmp_path_factory, foreign, faulty_names, attnsuite):
     """The run of all faulty backends, and its directory. It waits for the one that hangs while other tests run."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "suite.toml").write_text(SUITE)
@@ -49,7 +50,9 @@ def run(begun, attnsuite):
     process, out = begun
     code, stdout, stderr = attnsuite.finish(process)
     assert code == 0, stderr
-    records = {record.requested: record for record in parse_records(out / RECORDS)[0]}
+    found = parse_records(out / RECORDS)[0]
+    records = {record.requested: record for record in found}
+    assert len(found) == len(records)
     return records, stdout, stderr
 
 
@@ -58,55 +61,42 @@ def own_reasons(record):
     return tuple(reason for reason in record.reasons if reason.startswith(f"{record.requested}: "))
 
 
-@pytest.mark.usefixtures("begun")  # goes on beside this test and the next ones
-def test_interpreted_kernel_is_judged_at_a_length_that_an_interpreter_can_take(tmp_path, new_run, foreign, attnsuite):
-    (tmp_path / "suite.toml").write_text(SUITE.replace("64", "1024").replace("heads = 2", "heads = 8"))
-    flags = ("--suite", tmp_path / "suite.toml", "--backends", "standard,elsewhere", "--out", new_run)
-    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
-    assert code == 0, stderr
-    records = {record.requested: record for record in parse_records(new_run / RECORDS)[0]}
-    assert records["elsewhere"].mode == "interpret"
-    assert records["elsewhere"].accuracy["out"].passed  # held to the oracle at 512, or the shapes would differ
-    (note,) = records["elsewhere"].notes
-    assert note == "accuracy was judged at sequence=512: an interpreter is too slow at sequence=1024."
-    assert not records["standard"].notes
-
-
-def test_nothing_long_is_interpreted(tmp_path, new_run, foreign, attnsuite):
-    (tmp_path / "suite.toml").write_text(SUITE.replace("64", str(INTERPRETED_LENGTH + 1)))
-    flags = ("--suite", tmp_path / "suite.toml", "--backends", "elsewhere", "--out", new_run)
-    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
-    assert code == 0, stderr
-    (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.status, record.mode, record.resolved) == ("unsupported", None, FALLBACK)
-
-
-def test_backend_that_refuses_is_unsupported_and_nothing_is_measured_in_its_place(
-    tmp_path, new_run, foreign, attnsuite
-):
-    (tmp_path / "suite.toml").write_text(SUITE)
-    flags = ("--suite", tmp_path / "suite.toml", "--backends", "refusing", "--out", new_run)
-    code, stdout, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
-    assert code == 0, stderr
-    (record,) = parse_records(new_run / RECORDS)[0]
-    assert (record.status, record.mode, record.resolved) == ("unsupported", None, FALLBACK)
-    assert record.key.endswith("/fallback")
-    assert not record.samples
-    assert len(own_reasons(record)) == 2
-    assert record.error == f"refused; {FALLBACK} would run."
-    assert "refusing: unsupported in 1 of 1 cases: refusing: " in stdout + stderr
-
-
-def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(tmp_path, new_run, attnsuite):
+@pytest.fixture(scope="module")
+def lengths(begun, tmp_path_factory, foreign, attnsuite):
+    """The records of a case that cannot be judged, and of one slow and one too long for an interpreter."""
+    folder = tmp_path_factory.mktemp("lengths")
     cut = '[[case]]\nkind = "op_forward"\nsequence = 16384\ndocuments = 8193\nheads = 1\nkv_heads = 1\nname = "cut"\n'
-    (tmp_path / "suite.toml").write_text(cut + SUITE)
-    flags = ("--suite", tmp_path / "suite.toml", "--backends", "standard", "--out", new_run)
-    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags))
+    slow, long = (
+        SUITE.replace("64", str(length)).replace("heads = 2", f"heads = {heads}").replace("faults", name)
+        for length, heads, name in ((INTERPRETED_LENGTH, 8, "slow"), (INTERPRETED_LENGTH + 1, 2, "long"))
+    )
+    (folder / "suite.toml").write_text(cut + slow + long)
+    out = known_machine(folder / "run")
+    flags = ("--suite", folder / "suite.toml", "--backends", "standard,elsewhere", "--out", out)
+    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags, path=foreign))
     assert code == 0, stderr
-    first, second = parse_records(new_run / RECORDS)[0]
-    assert (first.case, first.status) == ("cut", "crashed")
-    assert first.error == "case cut-judged: documents=8193 does not fit; use 1 to 8192, and 1 for a decode step."
-    assert (second.case, second.status) == ("faults", "ok")
+    return {(record.case, record.requested): record for record in parse_records(out / RECORDS)[0]}
+
+
+def test_interpreted_kernel_is_judged_at_a_length_that_an_interpreter_can_take(lengths):
+    record = lengths["slow", "elsewhere"]
+    assert record.mode == "interpret"
+    assert record.accuracy["out"].passed  # held to the oracle at 512, or the shapes would differ
+    (note,) = record.notes
+    assert note == "accuracy was judged at sequence=512: an interpreter is too slow at sequence=1024."
+    assert not lengths["slow", "standard"].notes
+
+
+def test_nothing_long_is_interpreted(lengths):
+    record = lengths["long", "elsewhere"]
+    assert (record.status, record.mode, record.resolved) == ("unsupported", None, FALLBACK)
+
+
+def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(lengths):
+    record = lengths["cut", "standard"]
+    assert record.status == "crashed"
+    assert record.error == "case cut-judged: documents=8193 does not fit; use 1 to 8192, and 1 for a decode step."
+    assert lengths["slow", "standard"].status == lengths["long", "standard"].status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -149,14 +139,17 @@ def test_backend_that_cannot_be_asked_is_refused_with_what_it_raised_and_stops_n
     assert run[0]["standard"].status == run[0]["chunked"].status == "ok"
 
 
-def test_refused_cell_carries_every_reason_and_what_would_run(run):
-    record = run[0]["refusing"]
-    assert record.mode is None
-    assert record.resolved == FALLBACK
+def test_refused_cell_carries_every_reason_and_what_would_run_and_nothing_is_measured_in_its_place(run):
+    records, stdout, stderr = run
+    record = records["refusing"]
+    assert (record.mode, record.resolved, record.samples) == (None, FALLBACK, ())
+    assert record.key.endswith("/fallback")
+    assert record.error == f"refused; {FALLBACK} would run."
     assert own_reasons(record) == (
         "refusing: refusing takes no head_dim at all.",
         "refusing: refusing does not like Mondays.",
     )
+    assert "refusing: unsupported in 1 of 1 cases: refusing: " in stdout + stderr
 
 
 def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time(run):

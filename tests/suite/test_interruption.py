@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from attnsuite.suite.store import RECORDS, parse_records
+from command import known_machine
 
 
 def lines(out):
@@ -34,31 +36,48 @@ def keys(out):
     return [record.key for record in parse_records(out / RECORDS)[0]]
 
 
-def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(tiny, new_run, attnsuite):
-    flags = ("--suite", tiny, "--backends", "standard,chunked", "--out", new_run)
-    process = attnsuite.start("run", *flags)
-    wait_for_records(process, new_run, 1)
+@pytest.fixture(scope="module")
+def killed(tiny, tmp_path_factory, attnsuite):
+    """A run of four cells that is killed behind its first record: its command, directory and living workers."""
+    out = known_machine(tmp_path_factory.mktemp("killed") / "run")
+    command = ("run", "--suite", tiny, "--backends", "standard,chunked", "--out", out)
+    process = attnsuite.start(*command)
+    wait_for_records(process, out, 1)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     attnsuite.finish(process)
     _, alive = psutil.wait_procs(workers, timeout=20)
+    return command, out, alive
+
+
+def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(killed, attnsuite):
+    command, out, alive = killed
     assert alive == []
-    before = (new_run / RECORDS).read_bytes()
+    before = (out / RECORDS).read_bytes()
     assert 1 <= before.count(b"\n") < 4
 
-    again = attnsuite.finish(attnsuite.start("run", *flags))
+    again = attnsuite.finish(attnsuite.start(*command))
     assert again[0] == 2
     assert "--resume" in again[2]
 
-    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", new_run))
+    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", out))
     assert code == 0, err
-    assert (new_run / RECORDS).read_bytes().startswith(before)
-    found = keys(new_run)
+    assert (out / RECORDS).read_bytes().startswith(before)
+    found = keys(out)
     assert len(found) == len(set(found)) == 4
 
-    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", new_run))
+    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", out))
     assert code == 0, err
-    assert keys(new_run) == found
+    assert keys(out) == found
+
+
+def test_resuming_under_other_versions_or_backends_is_refused(killed, tmp_path, refused):
+    run = shutil.copytree(killed[1], tmp_path / "run")
+    assert "other backends" in refused("run", "--resume", "--out", run, "--backends", "splash")
+    manifest = json.loads((run / "run.json").read_text())
+    manifest["versions"]["jax"] = "0.0.1"
+    (run / "run.json").write_text(json.dumps(manifest))
+    assert "versions was" in refused("run", "--resume", "--out", run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
@@ -110,18 +129,6 @@ def test_a_signal_that_is_ignored_stays_ignored(attnsuite):
     code, _, err = attnsuite.finish(process)
     assert code == 2
     assert err.startswith("attnsuite: nowhere holds no records.jsonl")
-
-
-def test_resuming_under_other_versions_is_refused(tiny, new_run, attnsuite):
-    process = attnsuite.start("run", "--suite", tiny, "--cases", "first", "--backends", "standard", "--out", new_run)
-    assert attnsuite.finish(process)[0] == 0
-    manifest = json.loads((new_run / "run.json").read_text())
-    manifest["versions"]["jax"] = "0.0.1"
-    (new_run / "run.json").write_text(json.dumps(manifest))
-    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", new_run))
-    assert (code, "versions was" in err, "Traceback" in err) == (2, True, False)
-    code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", new_run, "--backends", "chunked"))
-    assert (code, "other backends" in err) == (2, True)
 
 
 IN_THE_COLLECTOR = """
@@ -183,6 +190,23 @@ except KeyboardInterrupt as error:
         process.kill()
     sys.exit(128 + error.args[0] if started else "a process was started, and nobody knows it")
 """
+TWICE = """
+import os, signal, sys, time
+from attnsuite.suite import entry
+
+class Ending:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+
+sys.modules["ending"] = Ending()  # is deleted when Python has taken its handlers back
+signal.signal(signal.SIGTERM, entry._interrupt)
+try:
+    exec(compile("os.kill(os.getpid(), signal.SIGTERM)", "/tempfile.py", "exec"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+except KeyboardInterrupt as error:
+    sys.exit(128 + error.args[0])
+"""
 IN_EXEC = """
 from attnsuite.suite import command_line
 
@@ -195,7 +219,9 @@ command_line.main([])
 
 
 @pytest.mark.parametrize(
-    "code", [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_A_START, IN_EXEC], ids=["garbage collector", "import", "start", "exec"]
+    "code",
+    [IN_THE_COLLECTOR, IN_AN_IMPORT, IN_A_START, TWICE, IN_EXEC],
+    ids=["garbage collector", "import", "start", "twice", "exec"],
 )
 def test_signal_is_not_lost_where_python_drops_or_remembers_it(code, tmp_path):
     """JAX has a callback in the collector, verbs import late, workers start, exec makes a dataclass: runs met all."""

@@ -6,67 +6,72 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from attnsuite.suite.measure import memory
 from attnsuite.suite.store import RECORDS, parse_records
+from command import known_machine
 
 HERE = Path(__file__).parent
-SUITE = """
-[[case]]
-kind = "op_forward"
-sequence = 64
-heads = 2
-kv_heads = 2
-[[case]]
-kind = "op_forward_backward"
-sequence = 64
-heads = 2
-kv_heads = 2
-"""
+CASES = {"dies": "op_forward", "hangs": "op_forward_backward", "passes": "op_forward"}
+CASE = '[[case]]\nname = "{}"\nkind = "{}"\nsequence = 64\nheads = 2\nkv_heads = 2\n'
+# The control: a process for each cell.
+APART = "from attnsuite.suite.grid import executors; executors._share = lambda _: False"
 
 
-def run(tmp_path, fault="", timeout=60, before=""):
-    path = tmp_path / "path"
+def start(folder, cases, backends, faults="", before=""):
+    """The command on such a device, which fails so in the first process that comes to a case, and so in the next."""
+    path = folder / "path"
     path.mkdir()
     shutil.copy(HERE / "lone_device.py", path / "sitecustomize.py")
-    (tmp_path / "suite.toml").write_text(SUITE)
-    given = {"PYTHONPATH": str(path), "LONE_DEVICE": str(tmp_path / "lock"), "LONE_FAULT": fault}
+    (folder / "suite.toml").write_text("".join(CASE.format(*case) for case in cases))
+    given = {"PYTHONPATH": str(path), "LONE_DEVICE": str(folder / "lock"), "LONE_FAULTS": faults}
     kept = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    words = ["--suite", str(tmp_path / "suite.toml"), "--backends", "standard,chunked,splash"]
-    words += ["--out", str(tmp_path / "run"), "--cell-timeout", str(timeout)]
-    command = [sys.executable, "-c", f"{before}\nfrom attnsuite.suite.command_line import main; main()", "run", *words]
-    done = subprocess.run(command, env=kept | given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {(r.kind, r.requested): r for r in parse_records(tmp_path / "run" / RECORDS)[0]}
+    words = ["--suite", str(folder / "suite.toml"), "--backends", backends, "--out", str(folder / "run")]
+    code = f"{before}\nfrom attnsuite.suite.command_line import main; main()"
+    command = [sys.executable, "-c", code, "run", *words, "--cell-timeout", "10"]
+    return subprocess.Popen(command, env=kept | given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def test_suite_passes_on_a_device_that_admits_one_process(tmp_path):
-    records = run(tmp_path)
-    named = {key: (record.status, record.error) for key, record in records.items() if key[1] != "splash"}
-    assert Counter(status for status, _ in named.values()) == {"ok": 4}, named
-    assert all(record.accuracy and record.samples for key, record in records.items() if key[1] != "splash")
-    assert len((tmp_path / "lock.log").read_text().split()) >= 3  # the probe, and one process for each case
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The records of a run with both faults, and of the control, by case and row; one waits while the other runs."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("shared", "apart")]
+    known_machine(folders[1] / "run")
+    with (
+        start(folders[0], CASES.items(), "standard,chunked,splash", faults="dies hangs") as shared,
+        start(folders[1], [("passes", "op_forward")], "standard,chunked", before=APART) as apart,
+    ):
+        for process in (shared, apart):
+            _, error = process.communicate(timeout=300)
+            assert process.returncode == 0, error[-2000:]
+    found = [parse_records(folder / "run" / RECORDS)[0] for folder in folders]
+    return folders[0], *({(record.case, record.requested): record for record in records} for records in found)
+
+
+def test_suite_passes_on_a_device_that_admits_one_process(runs):
+    folder, records, _ = runs
+    named = {row: records["passes", row] for row in ("standard", "chunked")}
+    assert {row: (record.status, record.error) for row, record in named.items()} == dict.fromkeys(named, ("ok", None))
+    assert all(record.accuracy and record.samples for record in named.values())
+    assert records["passes", "splash"].status == "crashed"  # its kernel is a TPU's, which takes down no other cell
+    # The probe, the machine's peaks, and a process for each case.
+    assert len((folder / "lock.log").read_text().split()) == 2 + len(CASES)
 
 
 @pytest.mark.parametrize(("fault", "status"), [("dies", "crashed"), ("hangs", "timeout")])
-def test_fault_costs_the_cells_of_its_case_and_the_next_case_has_a_new_process(tmp_path, fault, status):
-    records = run(tmp_path, fault, timeout=15)
-    first, *_ = (record for record in records.values() if record.status == status)
-    others = [record for record in records.values() if record.kind == first.kind and record is not first]
+def test_fault_costs_the_cells_of_its_case_and_the_next_case_has_a_new_process(runs, fault, status):
+    first, *others = (record for (case, _), record in runs[1].items() if case == fault)
+    assert first.status == status
     assert {record.status for record in others} == {"crashed"}
     assert all("shares with the other cells" in str(record.error) for record in others)
-    after = [record for key, record in records.items() if record.kind != first.kind and key[1] != "splash"]
-    assert [record.status for record in after] == ["ok", "ok"]
 
 
-def test_cells_with_processes_of_their_own_would_not_pass(tmp_path):
+def test_cells_with_processes_of_their_own_would_not_pass(runs):
     """The control: without sharing, the second process finds the device in use."""
-    records = run(tmp_path, before="from attnsuite.suite.grid import executors; executors._share = lambda _: False")
-    assert any("already in use" in str(record.error) for record in records.values())
+    assert any("already in use" in str(record.error) for record in runs[2].values())
 
 
 def test_peak_of_a_shared_process_is_taken_by_difference():

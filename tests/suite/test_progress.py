@@ -5,6 +5,7 @@ import types
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from attnsuite.suite.grid.progress import ProgressDisplay
 
@@ -17,7 +18,7 @@ def record(status, reason="kvax runs on GPUs."):
 
 @pytest.fixture
 def display(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.grid.progress.record_line", lambda record: f"{record.status} line")
+    monkeypatch.setattr("attnsuite.suite.grid.progress.record_line", lambda record: Text(f"{record.status} line"))
     return ProgressDisplay(Console(file=io.StringIO()))
 
 
@@ -37,3 +38,17 @@ def test_a_cell_that_turns_out_to_be_unsupported_leaves_the_total(display):
     display.fewer(1)
     (task,) = display._progress.tasks
     assert (task.completed, task.total, task.fields["left"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_line_breaks_between_words_on_a_terminal_alone(monkeypatch, terminal):
+    sentence = "unsupported forward-s1024-h8k2-d64-bf16 / kvax  " + "query_length=1024 is not supported by kvax " * 4
+    monkeypatch.setattr("attnsuite.suite.grid.progress.record_line", lambda _: Text(sentence))
+    file = io.StringIO()
+    display = ProgressDisplay(Console(file=file, force_terminal=terminal, width=80, color_system=None))
+    display.done(record("ok"))
+    display.warn(sentence)
+    first, *rest = file.getvalue().splitlines()
+    assert file.getvalue().split() == [*sentence.split(), "warning:", *sentence.split()]
+    assert max(map(len, (first, *rest))) <= 80 or not terminal
+    assert len(rest) == (7 if terminal else 1)

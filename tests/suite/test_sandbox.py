@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from command import known_machine
+
 ALONE = ("unshare", "--map-root-user", "--net")
 FILES = (
     *("open", "openat", "openat2", "creat", "mkdir", "mkdirat", "mknod", "mknodat", "link", "linkat", "symlink"),
@@ -175,26 +177,26 @@ def test_report_with_a_home_where_nothing_can_be_written(box):
     assert not box.strays(traced, box.root / "first")
 
 
-def choose(box, known_machine):
+def choose(box):
     return "choose", box.root / "first", "--out", box.root / "out" / "policy.json"
 
 
-def merge(box, known_machine):
+def merge(box):
     assert box.attnsuite(*run_words(box, "second", known_machine(box.root / "second"))).code == 0
     return "report", box.root / "first", box.root / "second", "--out", box.root / "out"
 
 
-def calibrate(box, known_machine):
+def calibrate(box):
     words = ("--prompts", 1, "--length", 64, "--out", box.root / "out" / "calibration.safetensors")
     return "calibrate", *words
 
 
-def tune(box, known_machine):
+def tune(box):
     out = known_machine(box.root / "out")
     return "tune", "--backends", "chunked", "--cases", "forward-s512-h8k2-d64-bf16", "--out", out
 
 
-def compile_(box, known_machine):
+def compile_(box):
     pytest.importorskip("libtpu", reason="compiles for TPUs: pip install '.[tpu]'")
     run_words(box, "first", box.root)  # writes the suite
     words = ("--targets", "v5e", "--backends", "standard", "--suite", box.root / "tiny.toml", "--cases", "first")
@@ -204,11 +206,11 @@ def compile_(box, known_machine):
 @pytest.mark.sandbox
 @pytest.mark.parametrize("words", [choose, merge, calibrate, tune, compile_], ids=lambda words: words.__name__)
 @pytest.mark.usefixtures("ran")
-def test_command_writes_only_where_it_is_told_and_speaks_to_no_network(words, box, known_machine):
+def test_command_writes_only_where_it_is_told_and_speaks_to_no_network(words, box):
     shutil.rmtree(box.root / "out", ignore_errors=True)
     if words in {choose, calibrate}:
         (box.root / "out").mkdir()
-    traced = box.attnsuite(*words(box, known_machine))
+    traced = box.attnsuite(*words(box))
     assert traced.code == 0, traced.said
     assert any(path.startswith(str(box.root / "out")) for path in traced.wrote)
     assert traced.network == ()
@@ -217,7 +219,7 @@ def test_command_writes_only_where_it_is_told_and_speaks_to_no_network(words, bo
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("home", [None, "/proc/self"], ids=["unset", "read-only"])
-def test_run_with_no_home_to_write_to(home, box, known_machine):
+def test_run_with_no_home_to_write_to(home, box):
     shutil.rmtree(box.root / "out", ignore_errors=True)
     traced = box.attnsuite(*run_words(box, "first", known_machine(box.root / "out")), HOME=home, TMPDIR=None)
     assert traced.code == 0, traced.said

@@ -67,7 +67,8 @@ def trained(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join(sys.path),
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(out / "compiled"),  # a run that is resumed compiles nothing anew
+        # A run that is resumed compiles nothing anew.
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out / "compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     done = subprocess.run(

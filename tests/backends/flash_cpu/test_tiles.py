@@ -151,11 +151,9 @@ def test_no_other_kernel_touches_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("permitted", [True, False])
-def test_amx_is_taken_by_name_only_and_where_the_system_permits_it(monkeypatch, permitted):
-    asked = []
-    monkeypatch.setattr(tiles, "permitted", lambda: asked.append(1) or permitted)
-    assert SAPPHIRE_RAPIDS.isa() is AVX512_BF16
-    assert not asked
+def test_amx_is_the_default_where_the_system_permits_it(monkeypatch, permitted):
+    monkeypatch.setattr(tiles, "permitted", lambda: permitted)
+    assert SAPPHIRE_RAPIDS.isa() is (AMX_BF16 if permitted else AVX512_BF16)
     assert SAPPHIRE_RAPIDS.isa("amx_bf16") is (AMX_BF16 if permitted else None)
     monkeypatch.setattr(Processor, "here", staticmethod(lambda: SAPPHIRE_RAPIDS))
     monkeypatch.setattr(availability, "_self_test", lambda isa: f"{isa.name} would be tested")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import LayerStack, Layout, MeshAxes, Target, attention, plan, support
-from attnsuite.backends.kascade import KASCADE, Selection, manual
+from attnsuite.backends.kascade import KASCADE, Selection, manual, pallas_tpu
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy
-from sparse_problems import PROBLEMS, SETTINGS, packed, settings, sparse
+from sparse_problems import PROBLEMS, SETTINGS, cached, packed, settings, sparse
 
 OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
 NAMES = ("dq", "dk", "dv")
@@ -84,10 +84,19 @@ def test_native_kernels_have_the_same_gradient(name):
     assert text.count("attention_suite_flash_cpu_") == 2  # a kernel forward, a kernel backward
 
 
-def test_xla_has_the_gradient_of_a_pallas_kernel():
+@pytest.mark.parametrize("list_bytes", [pallas_tpu.LIST_BYTES, 16], ids=["its own", "a list too long for a call"])
+def test_gradient_of_a_pallas_kernel(list_bytes, monkeypatch):
+    """A list that a TPU's scalar memory cannot hold is left to XLA."""
+    monkeypatch.setattr(pallas_tpu, "LIST_BYTES", list_bytes)
     problem = sparse(SETTINGS, T=64, batch=1, head_dim=64)
-    run = reuse(problem, {"kernel": "pallas"}, "interpret")
-    check_accuracy(run(problem.selection(), cotangent(problem), *problem.inputs), judged(problem, problem.selection()))
+    run, operands = reuse(problem, {"kernel": "pallas"}, "interpret"), (problem.selection(), cotangent(problem))
+    results = run(*operands, *problem.inputs)
+    check_accuracy(results, judged(problem, problem.selection()))
+    text = jax.make_jaxpr(run)(*operands, *problem.inputs).pretty_print()
+    assert text.count("name=kascade_gradient_by_") == (2 if list_bytes > 16 else 0)
+    native = reuse(problem, {"kernel": "flash_cpu"})(*operands, *problem.inputs)
+    for name, wanted in native.items():
+        np.testing.assert_allclose(results[name], wanted, atol=1e-5 * float(np.abs(wanted).max()), err_msg=name)
 
 
 def other_heads(selection):
@@ -112,10 +121,11 @@ def test_the_gradient_of_another_selection_is_caught(wrong, kernel):
 
 @both
 def test_keys_outside_of_the_selection_get_no_gradient(kernel):
-    problem = sparse(settings(top_k=0.2), T=96, batch=1)
+    problem = sparse(settings(top_k=0.2), T=32, S=160, layout=cached(32, 160, 160))
     selection = problem.selection()
     results = reuse(problem, {"kernel": kernel})(selection, cotangent(problem), *problem.inputs)
-    kept = np.asarray(problem.mask(selection)).any(2).reshape(1, 2, 2, 96).any(2)  # by KV head
+    kept = np.asarray(problem.mask(selection)).any(2).reshape(2, 2, 2, 160).any(2)  # by KV head
+    assert not kept.all()
     for name in ("dk", "dv"):
         gradient = np.asarray(results[name]).swapaxes(1, 2)
         assert (gradient[~kept] == 0).all()

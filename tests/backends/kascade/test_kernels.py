@@ -264,6 +264,22 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
     assert _arrays(whole.jaxpr)[0] >= 8192 * 8192
 
 
+@both
+def test_gradient_takes_memory_that_is_linear_in_the_length(kernels):
+    spec = dataclasses.replace(large(num_heads=2, num_kv_heads=1, head_dim=64), needs_grad=True, dtype="float32")
+    tiling = Tiling.of(spec, Settings())
+    places, own = Places.of(spec, Layout(), tiling), kernels(spec, tiling, Settings())
+    query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
+    listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
+
+    def gradient(query, key, value, listed, d_out):
+        return own.gradients(
+            places, query, key, value, listed, own.keeping(places, query, key, value, listed)[1], d_out
+        )
+
+    assert _arrays(jax.make_jaxpr(gradient)(query, key, key, listed, query).jaxpr)[0] <= 2 * 8192 * 128
+
+
 def _arrays(jaxpr) -> tuple[int, set[str]]:
     """Elements of the largest array that a program makes, and its primitives; kernels are not looked into."""
     largest, primitives = 0, set()
@@ -350,10 +366,11 @@ def test_what_a_device_cannot_hold_is_refused_before_anything_is_traced(target, 
     [{}, {"num_heads": 128}, {"dtype": "float32", "head_dim": 256}, {"num_kv_heads": 32}, {"query_length": 1}],
     ids=str,
 )
-def test_defaults_fit_every_device(target, spec):
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_defaults_fit_every_device(target, spec, needs_grad):
     kernels = TritonKernels if target.platform == "cuda" else TpuKernels
     for settings in (Settings(), Settings(query_tile=512, tile_size=256)):
-        assert kernels.refuses(large(**spec), settings, target) == ()
+        assert kernels.refuses(large(**spec, needs_grad=needs_grad), settings, target) == ()
 
 
 def test_kernels_for_an_interpreter_take_any_tile():
