@@ -103,7 +103,7 @@ class Chunked:
             learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
             return differentiable(query, key, value, learned, traced)
 
-        return Plan.stateless(attend)
+        return Plan.stateless(attend, key_blocks=program.sizes.keys)
 
     def part(
         self,
@@ -150,7 +150,7 @@ class Chunked:
             )
             return _result(program, *passes.forward(program, query, read, terms, *tables))
 
-        return Plan.stateless(attend)
+        return Plan.stateless(attend, key_blocks=program.sizes.keys)
 
     def _program(self, spec: AttentionSpec, layout: Layout, target: Target, given: dict[str, Any]) -> Program:
         """Sizes by rule, replaced by the shipped table, then by the file of ``tuned``, then by the other options."""

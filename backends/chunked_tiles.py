@@ -26,6 +26,11 @@ class BlockSizes:
     block_backward: int
     heads_per_tile: int
 
+    @property
+    def keys(self) -> tuple[int, int, int]:
+        """The sizes of blocks of keys: mixed blocks are as narrow as those of queries."""
+        return self.block_q, self.block_kv, self.block_backward
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:

@@ -74,16 +74,24 @@ class Plan:
     log_sum_exp)``. ``notes`` are sentences that a reader of the result must know (an approximate backend that decided
     to run dense says so here). ``spec`` is the planned problem; :func:`attnsuite.backends.plan` adds it.
     ``num_layers``: how many layers have a role of their own, so that a run which names no layer is an error; None where
-    all are alike.
+    all are alike. ``key_blocks``: how many keys the kernels take at a time, a number for each of their blocks, tiles
+    and pages; empty where that is not known. Faults lie where such a block ends (verdict ``isolates``).
     """
 
     attend: Callable[..., tuple[Any, Carry]]
     notes: tuple[str, ...] = ()
     spec: AttentionSpec | None = None
     num_layers: int | None = None
+    key_blocks: tuple[int, ...] = ()
 
     @staticmethod
-    def stateless(run: Callable[..., Any], notes: tuple[str, ...] = (), *, gradient: bool = True) -> Plan:
+    def stateless(
+        run: Callable[..., Any],
+        notes: tuple[str, ...] = (),
+        *,
+        gradient: bool = True,
+        key_blocks: tuple[int, ...] = (),
+    ) -> Plan:
         """The plan of layers that are all alike: ``run(query, key, value, terms)`` gives the output of each.
 
         ``gradient=False``: it raises ValueError where it is differentiated.
@@ -94,7 +102,7 @@ class Plan:
         ) -> tuple[Any, Carry]:
             return run(query, key, value, terms), carry
 
-        return Plan(attend if gradient else forward_only(attend), notes)
+        return Plan(attend if gradient else forward_only(attend), notes, key_blocks=key_blocks)
 
     def run(
         self,

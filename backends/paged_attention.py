@@ -84,7 +84,8 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
         finite = readable & jnp.isfinite(out).all()
         return lax.cond(finite, lambda: out, lambda: _gathered(spec, decode, pages, seen, nowhere, query, pools))
 
-    return Plan.stateless(attend)
+    page = _page_size(spec) or 1
+    return Plan.stateless(attend, key_blocks=(page, page * per_block))
 
 
 def _gathered(

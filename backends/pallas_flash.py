@@ -47,7 +47,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
         operands = (padded(x, round_up(spec.query_length, _BLOCK)) for x in (query, key, value))
         return run(*operands, ids, interpret=mode == "interpret")[:, : spec.query_length]
 
-    return Plan.stateless(attend, gradient=False)
+    return Plan.stateless(attend, gradient=False, key_blocks=(block,))
 
 
 def _kernel() -> Any:

@@ -102,7 +102,8 @@ def _of_sequences(
         )
 
     alone = "A batch that is not of sequences with consecutive tokens is computed by chunked."
-    return Plan.stateless(attend, (alone, *notes))
+    page = _page(spec.key_value_length // sizes.sequences)
+    return Plan.stateless(attend, (alone, *notes), key_blocks=(page, page * sizes.pages_per_block))
 
 
 def _found(spec: AttentionSpec, layout: Layout, sequences: int) -> _Batch:

@@ -94,7 +94,7 @@ def maker(
         blocks, notes = read(spec, target, given)
         masking = Masking.of(spec, *blocks.lengths)
         run = kernel_of(masking, blocks, spec.logits_soft_cap, mode == "interpret")
-        return plan_of(spec, layout, blocks.lengths, run, notes)
+        return plan_of(spec, layout, blocks, run, notes)
 
     return make
 

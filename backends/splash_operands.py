@@ -65,6 +65,12 @@ class Blocks:
     backward: bool  # whether there is a backward pass
     fused: bool  # whether one kernel computes all of it
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The sizes of blocks of keys."""
+        backward = (self.kv_backward, self.kv_backward_compute) if self.backward else ()
+        return (self.kv, self.kv_compute, *backward)
+
 
 def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
     """The blocks of these options of the backend ``name``. Raises ValueError if one does not divide the other."""
@@ -229,10 +235,10 @@ def default_precision() -> Any:
 
 
 def plan_of(
-    spec: AttentionSpec, layout: Layout, lengths: tuple[int, int], run: Callable[..., Array],
-    notes: tuple[str, ...] = (),
-) -> Plan:  # fmt: skip
-    """The plan of a kernel: ``run(q, k, v, ids, sinks)`` of one batch entry, padded to ``lengths``."""
+    spec: AttentionSpec, layout: Layout, blocks: Blocks, run: Callable[..., Array], notes: tuple[str, ...] = ()
+) -> Plan:
+    """The plan of a kernel: ``run(q, k, v, ids, sinks)`` of one batch entry, padded to whole ``blocks``."""
+    lengths = blocks.lengths
     ids, without = segment_ids(spec, layout, lengths), no_sinks(spec)
     alone = one_key_is_seen(ids) if spec.needs_grad and not spec.has_sinks else None
     call = jax.vmap(run, (0, 0, 0, None if ids is None else 0, None))
@@ -247,7 +253,8 @@ def plan_of(
         q, k, v = to_kernel(spec, lengths, query, key, value)
         return from_kernel(spec, call(q, k, v, ids, sinks))
 
-    return Plan.stateless(attend, (*scaling_notes(spec), *notes), gradient=spec.needs_grad)
+    notes = (*scaling_notes(spec), *notes)
+    return Plan.stateless(attend, notes, gradient=spec.needs_grad, key_blocks=blocks.keys)
 
 
 def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
         query = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
         return run(query, key[:, :keys], value[:, :keys], lengths)
 
-    return Plan.stateless(attend, scaling_notes(spec), gradient=spec.needs_grad)
+    sizes = (_BLOCK, _BACKWARD_BLOCKS["block_n1"], _BACKWARD_BLOCKS["block_n2"])
+    return Plan.stateless(attend, scaling_notes(spec), gradient=spec.needs_grad, key_blocks=sizes)
 
 
 def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:

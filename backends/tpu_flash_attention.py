@@ -51,8 +51,8 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     rows = rows_that_see(ids, spec.query_length, causal=spec.is_causal) if hides and ids is not None else None
     mask = may_attend(spec, layout) if spec.has_bias else None
     alone = one_key_is_seen(ids) if spec.needs_grad else None
-    kernel = importlib.import_module(_MODULE).flash_attention
-    how = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale, "block_sizes": _block_sizes(*lengths)}
+    kernel, sizes = importlib.import_module(_MODULE).flash_attention, _block_sizes(*lengths)
+    how = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale, "block_sizes": sizes}
     call = in_context(
         lambda q, k, v, ids, bias: kernel(q, k, v, bias, ids, **how),
         functools.partial(_context, exact=spec.dtype == "float32", interpret=mode == "interpret"),
@@ -77,7 +77,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
         out = call(q, k, v, ids, bias)[:, :, : spec.query_length].swapaxes(1, 2)
         return jnp.where(seen, out, 0)
 
-    return Plan.stateless(attend, gradient=spec.needs_grad)
+    return Plan.stateless(attend, gradient=spec.needs_grad, key_blocks=(sizes.block_k,))
 
 
 def _largest(

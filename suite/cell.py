@@ -93,8 +93,8 @@ class Timed(Protocol):
         """The outputs of call ``call`` of the last sample."""
         ...
 
-    def sample(self, seed: int, choice: int) -> float:
-        """Mean seconds per call, on inputs that follow from ``seed``; ``choice`` chooses the call that is kept."""
+    def sample(self, seed: int) -> float:
+        """Mean seconds per call, on inputs that follow from ``seed`` and from the number of the call."""
         ...
 
     def on_device(self, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

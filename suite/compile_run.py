@@ -22,7 +22,7 @@ from .absent import schedules, slices, topologies
 from .absent.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .cell import Cell, Outcome
 from .errors import CellFailure, InputError
-from .grid import folders
+from .grid import folders, work
 from .grid.execute import execute
 from .grid.executors import side_by_side
 from .grid.fleet import FleetRequest
@@ -37,7 +37,7 @@ from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Record
 from .store import Manifest
-from .user_function import digests, is_reference
+from .user_function import digests, files_of, is_reference
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
@@ -139,6 +139,23 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
     return sizes[low - 1] if low else None
 
 
+class _Process(Restarting):
+    """A process that compiles for ``target``, confined if it loads files of the user; ``dump`` is for schedules."""
+
+    def __init__(self, target: Target, request: CompileGrid, code: Sequence[str]) -> None:
+        self._folder = folders.make() if request.schedule else None
+        self.dump = Path(self._folder.name) if self._folder else None
+        variables = topologies.ENVIRONMENT | (schedules.variables(self.dump, target.platform) if self.dump else {})
+        writable = (self.dump,) if self.dump else ()
+        Restarting.__init__(self, functools.partial(Worker, request.limits.memory, variables, code, writable))
+
+    def stop(self) -> None:
+        """End the process for good, and remove its folder."""
+        Restarting.stop(self)
+        if self._folder:
+            self._folder.cleanup()
+
+
 class _Compiler:
     """The lane of one target: its cells, then the sizes that the searches try, each once."""
 
@@ -146,10 +163,8 @@ class _Compiler:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        self._dump = folders.make() if request.schedule else None
-        dumping = schedules.variables(Path(self._dump.name), target.platform) if self._dump else {}
-        variables = topologies.ENVIRONMENT | dumping
-        self._process = Restarting(functools.partial(Worker, request.limits.memory, variables))
+        yours = files_of(request.backends)
+        self._process, self._confined = _Process(target, request, ()), _Process(target, request, yours)
         self._records: dict[str, Record] = {}
         own = digests(request.backends)
         self._context = dataclasses.replace(context, environment=_environment(target) | ({"own": own} if own else {}))
@@ -170,8 +185,7 @@ class _Compiler:
     def stop(self) -> None:
         """End the process, and skip all remaining cells."""
         self._process.stop()
-        if self._dump:
-            self._dump.cleanup()
+        self._confined.stop()
 
     def _search(self, case: ModelCase, backend: str, field: str, sizes: Sequence[int]) -> Iterator[Record]:
         made: list[Record] = []
@@ -192,7 +206,7 @@ class _Compiler:
         if cell.key in self._records or self._process.stopped:
             return
         self._context.watcher.doing(cell.case, cell.row, f"for {self._target}")
-        cache = self._request.cache / "schedules" if self._dump else self._request.cache
+        cache = self._request.cache / "schedules" if self._request.schedule else self._request.cache
         path = compile_cache.path_of(cache, cell, self._target, self._context.environment)
         own = is_reference(cell.row)  # what its file imports may have changed
         record = None if own else compile_cache.find(path, cell.key)
@@ -205,11 +219,14 @@ class _Compiler:
 
     def _compile(self, cell: Cell) -> tuple[Record, bool]:
         """The record of a cell, and whether compiling again would give the same record."""
-        each = Running(cell, self._process)
-        dump = Path(self._dump.name) if self._dump else None
-        call = (compiled, make_case(cell.problem), cell.row, self._target, dump)
+        own = is_reference(cell.row)
+        process = self._confined if own else self._process
+        each, seconds = Running(cell, process), self._context.limits.seconds
+        call = (compiled, make_case(cell.problem), cell.row, self._target, process.dump)
         try:
-            each.outcome = outcome_of(each.ask(self._context.limits.seconds, *call))
+            notes = () if not own or each.ask(seconds, work.confined) else (work.UNCONFINED,)
+            outcome = outcome_of(each.ask(seconds, *call))
+            each.outcome = dataclasses.replace(outcome, notes=(*outcome.notes, *notes))
             lasting = each.outcome.status != "unsupported"
         except (CellFailure, InputError) as failure:
             # ``oom`` means that the target device ran out; a compiler that exhausts this host is ``crashed``.

@@ -1,6 +1,6 @@
 """The results of a backend in another process, for the verdict ``deterministic``.
 
-``python -m attnsuite.suite.elsewhere ROW MODE FILE`` is that process. It computes what the verdict compares, and
+``python -m attnsuite.suite.elsewhere ROW MODE SEED FILE`` is that process. It computes what the verdict compares, and
 writes it to the file.
 """
 
@@ -22,12 +22,12 @@ from .user_function import register_functions
 _LAST = 300  # characters of what a process that failed wrote last
 
 
-def elsewhere_of(row: str, target: Target, mode: Mode) -> Elsewhere | None:
+def elsewhere_of(row: str, subject: Subject) -> Elsewhere | None:
     """How to compute in another process; None on a device that one process holds alone."""
-    return (lambda threads: _computed(row, mode, threads)) if target.platform == "cpu" else None
+    return (lambda threads: _computed(row, subject, threads)) if subject.target.platform == "cpu" else None
 
 
-def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
+def _computed(row: str, subject: Subject, threads: int | None) -> dict[str, Arrays]:
     """Raises RuntimeError where the process fails.
 
     XLA's CPU client reads the number of its threads from ``PJRT_NPROC``. Where the platform can, the process is bound
@@ -36,7 +36,7 @@ def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
     environment = dict(os.environ) if threads is None else {**os.environ, "PJRT_NPROC": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results"
-        command = [sys.executable, "-m", __name__, row, mode, str(path)]
+        command = [sys.executable, "-m", __name__, row, subject.mode, str(subject.seed), str(path)]
         done = subprocess.run(  # noqa: S603 (this interpreter and this module)
             command, env=environment, capture_output=True, text=True, check=False
         )
@@ -50,14 +50,14 @@ def _computed(row: str, mode: Mode, threads: int | None) -> dict[str, Arrays]:
         return found
 
 
-def _main(row: str, mode: Mode, path: Path) -> None:
+def _main(row: str, mode: Mode, seed: int, path: Path) -> None:
     if "PJRT_NPROC" in os.environ:
         placement.bind(int(os.environ["PJRT_NPROC"]))
     register_functions([row])
-    subject = Subject(registry.get(row), Target.here(), mode)
+    subject = Subject(registry.get(row), Target.here(), mode, seed)
     found = {f"{label}|{name}": x for label, of_one in results(subject).items() for name, x in of_one.items()}
     arrays.save(path, found)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))  # pyright: ignore[reportArgumentType]  (the words that _computed gives)
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))  # pyright: ignore[reportArgumentType]  (the words that _computed gives)

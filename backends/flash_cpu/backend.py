@@ -40,10 +40,12 @@ from ..kv_layout import turned
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
+from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
 from .calls import Calls, functions, is_decode, rounding_error
 from .compiler import Processor
+from .decode_buffers import BLOCK_KEYS as DECODE_KEYS
 from .expression import UnsupportedError
-from .forward import UNSEEN_TOP
+from .forward import BLOCK_KEYS, UNSEEN_TOP
 from .isa import AVX512, KNOWN, Isa
 from .visibility import Visibility, pairs, visibility
 
@@ -143,7 +145,7 @@ class FlashCpu:
         seen = visibility(spec, layout)
         operands = functools.partial(_extra, spec, layout, seen, mask)
         if by_decode:
-            return Plan(forward_only(functools.partial(_step, calls, seen, operands)))
+            return Plan(forward_only(functools.partial(_step, calls, seen, operands)), key_blocks=(DECODE_KEYS,))
         differentiable, traced = _differentiable(calls, seen)
 
         def attend(
@@ -151,7 +153,7 @@ class FlashCpu:
         ) -> tuple[Any, Carry]:
             return differentiable(query, key, _values(spec, key, value), _sunk(terms), operands(terms), traced), carry
 
-        return Plan(attend)
+        return Plan(attend, key_blocks=(calls.isa.strip, BLOCK_KEYS, BACKWARD_KEYS))
 
     def part(
         self,

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 from llvmlite import ir
 
@@ -100,7 +101,7 @@ def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...])
     steps: list[Step] = []
     found = tuple(_inlined(closed.jaxpr, closed.consts, list(range(len(arguments))), len(arguments), steps))
     given = tuple(_dtype(x, arguments, steps) for x in found)
-    if any(x.shape for x in closed.out_avals):
+    if any(getattr(x, "shape", ()) for x in closed.out_avals):
         raise UnsupportedError(f"gives {', '.join(map(str, closed.out_avals))} for one pair, which is no number")
     if given != results:
         raise UnsupportedError(f"gives {', '.join(given)} for one pair, not {', '.join(results)}")
@@ -146,7 +147,7 @@ def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: l
 
 def _constant(x: Any) -> Operand:
     text = f"{x.dtype.name}{list(x.shape)}"
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise UnsupportedError(f"holds an array {text} that is traced, and the kernels have constants alone")
     number = np.asarray(x)
     if number.dtype.name not in _TYPES or not 0 < number.size <= MOST_NUMBERS:
@@ -163,7 +164,7 @@ def emit(e: Function, isa: Isa, expression: Expression, *arguments: Value) -> li
     """The results for vectors of arguments."""
     values = list(arguments)
 
-    def value(x: Operand) -> Value | Table:
+    def value(x: Operand) -> Any:
         if isinstance(x, Table):
             return x
         return values[x] if isinstance(x, int) else e.const(vector(_TYPES[x[1]], isa.lanes), x[0])

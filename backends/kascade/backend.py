@@ -175,7 +175,8 @@ class Kascade:
             role = _role(roles, layer)
             return by_role[role.role](role.head_map)
 
-        return Plan(attend if spec.needs_grad else forward_only(attend), num_layers=num_layers)
+        attend = attend if spec.needs_grad else forward_only(attend)
+        return Plan(attend, num_layers=num_layers, key_blocks=(tiling.unit,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passe
         out = out[:, : spec.query_length]
         return out if converted.seen is None else jnp.where(converted.seen[:, :, None, None], out, jnp.zeros_like(out))
 
-    return Plan.stateless(attend)
+    return Plan.stateless(attend, key_blocks=(blocks.forward.kv_block_size, blocks.backward.kv_block_size))
 
 
 def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -> Callable[..., Array]:

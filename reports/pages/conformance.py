@@ -99,7 +99,7 @@ def reproducer(record: Record) -> list[str]:
     if number is not None:
         call = f"judging.judge_random(backend, {number}, {seed}, Target.here(), {mode!r})"
     elif record.case in VERDICTS:
-        call = f"verdicts.ask({record.case!r}, verdicts.Subject(backend, Target.here(), {mode!r}))"
+        call = f"verdicts.ask({record.case!r}, verdicts.Subject(backend, Target.here(), {mode!r}{drawn}))"
     return [
         "python - <<'END'",
         "from attnsuite.backends import Target, registry",

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,4 +184,7 @@ def _size(folder: Path) -> int:
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
-        path.unlink(missing_ok=True)
+        if path.is_dir():  # of a program that a function of the user ran beside
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Confines the present process, on Linux with Landlock, to what a cell of the user's function needs.
 
-It may write in its own directory alone, and read what it was installed with: no run directory, no reference, no file of
+It may write in its own folders alone, and read what it was installed with: no run directory, no reference, no file of
 another cell. It reaches no TCP port and sends no signal to a process that it did not start. All that it starts is
 confined with it, for good. See landlock(7).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import struct
 import sys
 import sysconfig
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, the same on every architecture
-_PATH_BENEATH, _VERSION, _NO_NEW_PRIVILEGES = 1, 1, 38
+_PATH_BENEATH, _VERSION, _NO_NEW_PRIVILEGES, _ADOPT_ORPHANS, _AT_END_OF_PARENT = 1, 1, 38, 36, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _TRUNCATE = 1 << 14
@@ -25,9 +26,10 @@ _TRUNCATE = 1 << 14
 _FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}
 _NETWORK_SINCE, _SCOPE_SINCE = 4, 6
 _TCP, _SCOPES = 3, 3
+END_OF_WRITABLE = "--"  # between folders and files in the command line of a confined process
 
 
-def confine(own: Path, readable: Iterable[Path]) -> bool:
+def confine(own: Iterable[Path], readable: Iterable[Path]) -> bool:
     """Confine this process to writing in ``own`` and reading ``readable``; False where the system cannot.
 
     Only the thread that calls is confined, and what it starts from then on.
@@ -35,6 +37,8 @@ def confine(own: Path, readable: Iterable[Path]) -> bool:
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)  # what it starts stays below it in the table of processes, and counts
+    libc.prctl(_AT_END_OF_PARENT, signal.SIGCONT, 0, 0, 0)  # who is stopped then would never see that its stdin ended
     version = libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION)
     if version < 1:
         return False
@@ -48,7 +52,8 @@ def confine(own: Path, readable: Iterable[Path]) -> bool:
         return False
     try:
         devices = _READ | _WRITE_FILE | _TRUNCATE
-        allowed = dict.fromkeys(readable, _READ) | {own: files, Path("/proc"): devices, Path("/dev"): devices}
+        allowed = dict.fromkeys(readable, _READ) | dict.fromkeys((Path("/proc"), Path("/dev")), devices)
+        allowed |= dict.fromkeys(own, files)
         for path, rights in allowed.items():
             _allow(libc, rules, path, rights & files)
         return libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT, rules, 0) == 0

@@ -31,6 +31,7 @@ import psutil
 from .. import typed
 from ..errors import CellFailure, InputError
 from . import call, folders, work
+from .confine import END_OF_WRITABLE
 
 _POLL_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0  # a poll that takes longer than this: this process was stopped
@@ -51,18 +52,24 @@ class Worker:
     """One worker process with a memory limit in bytes. Use as a context manager, or call :meth:`close`.
 
     ``environment`` is added to this process's own variables. ``folder`` is its own, and goes with it. ``code`` are the
-    files of the user's functions that it will load: it is then confined to that folder (``confine.py``). ``slept``
-    counts the seconds for which this process was stopped while it waited for answers.
+    files of the user's functions that it will load: it is then confined to that folder and those in ``writable``
+    (``confine.py``), and on Linux stopped while nothing is asked, so that it slows no other cell. ``slept`` counts the
+    seconds for which this process was stopped while it waited for answers.
     """
 
     def __init__(
-        self, memory_limit: int, environment: Mapping[str, str] | None = None, code: Sequence[str] = ()
+        self,
+        memory_limit: int,
+        environment: Mapping[str, str] | None = None,
+        code: Sequence[str] = (),
+        writable: Sequence[Path] = (),
     ) -> None:
         self._limit = memory_limit
         self._folder = folders.make()
         self.folder = Path(self._folder.name)
         variables = _ENVIRONMENT | {"PYTHONPATH": _import_path()} | dict(environment or {})
-        confined = [str(self.folder), *code] if code else []
+        self._stops = bool(code) and sys.platform == "linux"
+        confined = [*map(str, (self.folder, *writable)), END_OF_WRITABLE, *code] if code else []
         if code:
             variables |= dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"), str(self.folder))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
@@ -98,7 +105,13 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
             self._stdin.write(json.dumps(request).encode() + b"\n")
             self._stdin.flush()
-        reply = self._read_line(seconds)
+        if self._stops:
+            self._signal(signal.SIGCONT)
+        try:
+            reply = self._read_line(seconds)
+        finally:
+            if self._stops and not self._closed:
+                self._signal(signal.SIGSTOP)
         try:
             answer = typed.parse_json(reply)
         except ValueError as error:
@@ -130,12 +143,18 @@ class Worker:
 
     def kill(self) -> None:
         """End the process only. Another thread that waits for its answer gets a CellFailure."""
-        started = _started_by(self._process.pid)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for pid in started:  # those that have left its group
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, which: signal.Signals) -> None:
+        """Send a signal to the process and to all that it started, also to those that have left its group."""
+        reached: set[int] = set()
+        while started := {self._process.pid, *_started_by(self._process.pid)} - reached:  # one may start more meanwhile
+            reached |= started
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                os.killpg(self._process.pid, which)
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, which)
 
     @property
     def closed(self) -> bool:

@@ -211,7 +211,7 @@ def sample(each: Running, context: RunContext, references: References | None = N
     function of the user, and of such a function also of the first samples.
     """
     before, slept, seed = each.wall, each.worker.slept, secrets.randbits(32)
-    answer = each.ask(context.limits.seconds, work.sample, each.cell.key, seed, secrets.randbits(32))
+    answer = each.ask(context.limits.seconds, work.sample, each.cell.key, seed)
     found = typed.convert(answer, _Sample)
     if each.worker.slept > slept:  # the time for which the run was stopped may be in the sample
         return False

@@ -93,13 +93,13 @@ def confined() -> bool:
     return is_confined
 
 
-def sample(key: str, seed: int, choice: int) -> dict[str, float]:
+def sample(key: str, seed: int) -> dict[str, float]:
     """Seconds per call of one sample, and seconds for all of it by this process's clock."""
     timed = _prepared(key).timed
     if timed is None:
         raise CellFailure("crashed", "this cell has nothing that can be sampled.")
     start = speed.clock()
-    seconds = timed.sample(seed, choice)
+    seconds = timed.sample(seed)
     return {"seconds": seconds, "spent": speed.clock() - start}
 
 
@@ -131,7 +131,7 @@ def kept(key: str, path: Path) -> int:
 
 def profiled(key: str, folder: Path, name: str) -> tuple[str, ...]:
     """Profile one sample; returns what was not kept."""
-    return profile(lambda: sample(key, 0, 0)["seconds"], folder, name)
+    return profile(lambda: sample(key, 0)["seconds"], folder, name)
 
 
 def forget(key: str) -> None:

@@ -23,18 +23,18 @@ from attnsuite.backends import BackendFallbackWarning
 
 from ..errors import CellFailure, InputError
 from . import call, work
-from .confine import confine, readable_beside
+from .confine import END_OF_WRITABLE, confine, readable_beside
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 _LONGEST = 1000  # characters of a message
 
 
 def main() -> None:
-    """Answer requests until stdin ends; confined, if there is a directory and files of the user: ``OWN FILE...``."""
+    """Answer requests until stdin ends; confined, if there are folders and files: ``FOLDER... -- FILE...``."""
     warnings.simplefilter("ignore", BackendFallbackWarning)  # the record carries the reasons
     if sys.argv[1:]:
-        own, *files = map(Path, sys.argv[1:])
-        work.is_confined = confine(own, readable_beside(files))
+        end = sys.argv.index(END_OF_WRITABLE)
+        work.is_confined = confine(map(Path, sys.argv[1:end]), readable_beside(map(Path, sys.argv[end + 1 :])))
     answer_requests()
 
 

@@ -36,7 +36,7 @@ from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..measure import execution
 from ..measure.fresh import Draw
-from ..measure.judge import as_error, judge_outputs, pass_of, save_reference
+from ..measure.judge import judge_outputs, judge_tensors, save_reference
 from ..measure.program import Program, named_outputs, with_gradients
 from ..record import TensorError
 from . import parts
@@ -196,11 +196,7 @@ class Attention(Kind):
         """A part of the call, by the oracle."""
         part = parts.choose(case, np.random.default_rng(choice))
         expected, standard = parts.expected(case, part, draw)
-        found = parts.outputs_in(case, part, outputs)
-        return {
-            name: as_error(oracle.judge(found[name], expected[name], standard[name], case.dtype, kind=pass_of(name)))
-            for name in expected
-        }
+        return judge_tensors(parts.outputs_in(case, part, outputs), expected, standard, case.dtype)
 
     def prepare(self, cell: Cell, case: OpCase, means: Means) -> Prepared:
         """Compile the cell. An interpreted cell is never timed."""

@@ -1,15 +1,15 @@
 """Attention as people call it: eagerly, in a jitted step, under ``vmap``, in a stack of layers, in flax's own layers.
 
-Every row makes the same call with the same arrays. The row ``library`` is what the caller has without this project:
-``jax.nn.dot_product_attention``, or the attention of flax's layer. Ratios are to this row. The judge is the float64
-oracle in place of the attention function; the error of ``library`` is the yardstick.
+Every row makes the same calls, each with new arrays (of a flax layer: a new token). The row ``library`` is what the
+caller has without this project: ``jax.nn.dot_product_attention``, or the attention of flax's layer. Ratios are to this
+row. The judge is the float64 oracle in place of the attention function; the error of ``library`` is the yardstick.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,14 +24,16 @@ from attnsuite.backends.kv_layout import swap
 from ..cell import Asked, Cell, Means, Prepared
 from ..errors import InputError
 from ..measure import execution
-from ..measure.fresh import Draw
-from ..measure.judge import save_reference
+from ..measure.fresh import Draw, renewed
+from ..measure.judge import judge_tensors, save_reference
 from ..measure.program import Program, named_outputs, with_gradients
 from ..typed import Count, Seed
 from .kind import SHORT_DTYPE, Dtype, Kind, cell, check_fields, name_case, of_backends
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
+
+    from ..record import TensorError
 
 Way = Literal["eager", "jit", "vmap", "layers", "nnx", "linen"]
 Operand = Literal["none", "causal", "mask", "key_mask", "bias", "lengths"]
@@ -141,44 +143,59 @@ def _attend(case: CallerCase, row: str) -> Callable[..., Any]:
     return functools.partial(attention, backend=row, on_unavailable="raise", **options)
 
 
-def _arrays(case: CallerCase) -> tuple[tuple[Array, ...], Array, dict[str, Any]]:
-    """Query, key and value; the output's cotangent; and what comes beside them. Drawn from the case's seed."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """Query, key, value and the output's cotangent, and what comes ``beside`` them by its keyword."""
+
+    arrays: tuple[Array, Array, Array, Array]
+    beside: dict[str, Any]
+
+
+def _given(case: CallerCase, draw: Draw | None = None) -> _Given:
+    """The arguments of a call, drawn from the case's seed. The arrays are renewed by ``draw``."""
     rng = np.random.default_rng([case.seed, 3])
 
-    def draw(*shape: int) -> Array:
+    def normal(*shape: int) -> Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
 
     b, t, s, h = case.batch, case.tokens, case.sequence, case.head_dim
-    arrays = draw(b, t, case.heads, h), draw(b, s, case.kv_heads, h), draw(b, s, case.kv_heads, h)
+    query, key, value = normal(b, t, case.heads, h), normal(b, s, case.kv_heads, h), normal(b, s, case.kv_heads, h)
     if case.kv_layout == "HND":
-        arrays = arrays[0], *map(swap, arrays[1:])
+        key, value = swap(key), swap(value)
     lengths = np.linspace(s, (s + 1) // 2, b + 1)[1:].astype(np.int32)
+    d_out = normal(b, t, case.heads, h)
     operands: dict[str, Callable[[], dict[str, Any]]] = {
         "none": dict,
         "causal": lambda: {"is_causal": True},
         "mask": lambda: {"mask": jnp.tril(jnp.ones((1, 1, t, s), bool))},
         "key_mask": lambda: {"mask": jnp.asarray(np.arange(s) < lengths[:, None, None, None])},
-        "bias": lambda: {"bias": draw(1, case.heads, t, s)},
+        "bias": lambda: {"bias": normal(1, case.heads, t, s)},
         "lengths": lambda: {"key_value_seq_lengths": jnp.asarray(lengths)},
     }
-    return arrays, draw(b, t, case.heads, h), operands[case.operand]()
+    beside = operands[case.operand]()
+    query, key, value, d_out = renewed((query, key, value, d_out), draw)
+    return _Given((query, key, value, d_out), beside)
 
 
 def caller_program(case: CallerCase, row: str) -> Program:
     """The program of a row (initialises JAX). An eager call and a step of flax's layer bring their own compilation."""
     if case.way in _FLAX:
         function = None if row == LIBRARY else attention_fn(row, on_unavailable="raise")
-        return Program(*_flax_step(case, function), arrays=lambda outputs: outputs)
-    (query, key, value), d_out, beside = _arrays(case)
-    flags = {name: x for name, x in beside.items() if isinstance(x, bool)}
-    operands = {name: x for name, x in beside.items() if name not in flags}
+        return Program(*_flax_step(case, function), arrays=lambda outputs: outputs, renewed=(0,))
+    return _attention_program(case, row, _given(case))
+
+
+def _attention_program(case: CallerCase, row: str, given: _Given) -> Program:
+    query, key, value, d_out = given.arrays
+    flags = {name: x for name, x in given.beside.items() if isinstance(x, bool)}
+    operands = {name: x for name, x in given.beside.items() if name not in flags}
     attend = functools.partial(_attend(case, row), **flags)
     if case.way == "vmap":
         mapped = lambda q, k, v, x: attend(q[None], k[None], v[None], **x)[0]  # noqa: E731 (as a caller writes it)
         per_entry = {name: name in ("mask", "key_value_seq_lengths") for name in operands}
         operands = {name: x[:, None] if per_entry[name] else x for name, x in operands.items()}
         axes = {name: 0 if per_entry[name] else None for name in operands}
-        return Program(jax.vmap(mapped, in_axes=(0, 0, 0, axes)), (query, key, value, operands))
+        return Program(jax.vmap(mapped, in_axes=(0, 0, 0, axes)), (query, key, value, operands), renewed=(0, 1, 2))
 
     def call(query: Any, key: Any, value: Any, operands: Any) -> Any:
         for _ in range(case.layers):
@@ -187,15 +204,17 @@ def caller_program(case: CallerCase, row: str) -> Program:
 
     compiles_itself = (lambda outputs: outputs) if case.way == "eager" else None
     if not case.gradient:
-        return Program(call, (query, key, value, operands), compiles_itself)
+        return Program(call, (query, key, value, operands), compiles_itself, renewed=(0, 1, 2))
 
-    def both(query: Any, key: Any, value: Any, operands: Any, d_out: Any) -> Any:
+    def both(query: Any, key: Any, value: Any, d_out: Any, operands: Any) -> Any:
         return with_gradients(lambda q, k, v: call(q, k, v, operands))(query, key, value, d_out)
 
-    return Program(both, (query, key, value, operands, d_out), compiles_itself)
+    return Program(both, (query, key, value, d_out, operands), compiles_itself, renewed=(0, 1, 2, 3))
 
 
-def _flax_step(case: CallerCase, attend: Callable[..., Any] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _flax_step(
+    case: CallerCase, attend: Callable[..., Any] | None, draw: Draw | None = None
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A decode step of flax's layer at the last slot of a full cache, and its token."""
     features, own = case.heads * case.head_dim, {} if attend is None else {"attention_fn": attend}
     rng = np.random.default_rng([case.seed, 3])
@@ -212,7 +231,7 @@ def _flax_step(case: CallerCase, attend: Callable[..., Any] | None) -> tuple[Cal
         out, state[0] = step(state[0], token)
         return out
 
-    return run, (token,)
+    return run, renewed((token,), draw)
 
 
 def _nnx_step(case: CallerCase, options: dict[str, Any], keys: Array, values: Array) -> tuple[Any, Any]:
@@ -252,20 +271,47 @@ def _linen_step(case: CallerCase, options: dict[str, Any], keys: Array, values: 
     return step, cache
 
 
-def _expected(case: CallerCase) -> dict[str, Any]:
-    """The outputs in float64 of a single call where it is attention alone; flax's layer around attention in float64."""
-    if case.way in _FLAX:
-        function, arguments = _flax_step(case, _exact)
-        return {"out": np.asarray(function(*arguments)).astype(np.float64)}
-    (query, key, value), d_out, operands = _arrays(case)
+def _expected(case: CallerCase, given: _Given) -> dict[str, Any]:
+    """Output and gradients in float64, through all layers."""
+    query, key, value, d_out = given.arrays
     spec = dataclasses.replace(caller_spec(case), batch=case.batch)
-    layout = Layout(mask=operands.get("mask"), key_value_seq_lengths=operands.get("key_value_seq_lengths"))
-    terms = Terms(bias=operands.get("bias"))
-    found = {"out": oracle.forward(spec, layout, query, key, value, terms)}
+    layout = Layout(mask=given.beside.get("mask"), key_value_seq_lengths=given.beside.get("key_value_seq_lengths"))
+    terms, queries = Terms(bias=given.beside.get("bias")), list[Any]([query])
+    for _ in range(case.layers):
+        queries.append(oracle.forward(spec, layout, queries[-1], key, value, terms))
+    found: dict[str, Any] = {"out": queries[-1]}
     if case.gradient:
-        slopes = oracle.gradients(spec, layout, query, key, value, d_out, terms=terms)
-        found |= {name: slopes[name] for name in ("dq", "dk", "dv")}
+        slope, of_cache = d_out, {"dk": 0, "dv": 0}
+        for layer in reversed(queries[:-1]):
+            slopes = oracle.gradients(spec, layout, layer, key, value, slope, terms=terms)
+            slope, of_cache = slopes["dq"], {name: x + slopes[name] for name, x in of_cache.items()}
+        found |= {"dq": slope, **of_cache}
     return found
+
+
+def _flax_expected(case: CallerCase, draw: Draw | None) -> dict[str, Any]:
+    """The output of flax's layer around attention in float64."""
+    function, arguments = _flax_step(case, _exact, draw)
+    return {"out": np.asarray(function(*arguments)).astype(np.float64)}
+
+
+def _of_one_head(case: CallerCase, given: _Given, choice: int) -> tuple[CallerCase, _Given, dict[str, Any]]:
+    """A sequence and the heads of one KV head as a call of their own; and where they are in each output."""
+    entry, kv_head = choice % case.batch, choice // case.batch % case.kv_heads
+    group = case.heads // case.kv_heads
+    batch, heads, kv = (
+        slice(entry, entry + 1),
+        slice(kv_head * group, (kv_head + 1) * group),
+        slice(kv_head, kv_head + 1),
+    )
+    of_keys = (batch, kv) if case.kv_layout == "HND" else (batch, slice(None), kv)
+    at = {"out": (batch, slice(None), heads), "dq": (batch, slice(None), heads), "dk": of_keys, "dv": of_keys}
+    query, key, value, d_out = given.arrays
+    cut = {"bias": (slice(None), heads), "mask": (slice(None) if case.operand == "mask" else batch,)}
+    cut["key_value_seq_lengths"] = (batch,)
+    beside = {name: x[cut[name]] if name in cut else x for name, x in given.beside.items()}
+    arrays = query[at["out"]], key[of_keys], value[of_keys], d_out[at["out"]]
+    return dataclasses.replace(case, batch=1, heads=group, kv_heads=1), _Given(arrays, beside), at
 
 
 class Caller(Kind):
@@ -289,25 +335,30 @@ class Caller(Kind):
         return [cell(case, LIBRARY, resolved=LIBRARY, mode="native", exact=True), *found]
 
     def judged_by(self, case: CallerCase, mode: str | None) -> tuple[CallerCase, ...]:
-        """The case; of a chain of layers a single one, because the oracle has no gradient through several."""
-        return (_judged(case),)
+        """The case itself."""
+        return (case,)
 
     def write_reference(self, case: CallerCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
-        """The outputs in float64, and the library's errors. The inputs are always the same."""
-        outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY)))
-        save_reference(path, _expected(case), outputs, case.dtype)
+        """The outputs in float64, and the library's errors."""
+        outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY), draw))
+        expected = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _given(case, draw))
+        save_reference(path, expected, outputs, case.dtype)
+
+    def recheck(self, case: CallerCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
+        """The heads of one KV head, by the oracle; of flax's layer everything, since it mixes the heads."""
+        if case.way in _FLAX:
+            expected, found = _flax_expected(case, draw), outputs
+            library = execution.outputs_of(caller_program(case, LIBRARY), draw)
+        else:
+            part, given, at = _of_one_head(case, _given(case, draw), choice)
+            expected, found = _expected(part, given), {name: outputs[name][at[name]] for name in outputs}
+            library = execution.outputs_of(_attention_program(part, LIBRARY, given))
+        return judge_tensors(found, expected, named_outputs(library), case.dtype)
 
     def prepare(self, cell: Cell, case: CallerCase, means: Means) -> Prepared:
         """Compile the cell and run it once."""
-        outputs, timed, outcome = execution.execute(caller_program(case, cell.row), means)
-        judged = _judged(case)
-        if judged != case:
-            outputs = execution.outputs_of(caller_program(judged, cell.row))
-        return Prepared(outcome, timed, lambda _: named_outputs(outputs))
-
-
-def _judged(case: CallerCase) -> CallerCase:
-    return case if case.layers == 1 else dataclasses.replace(case, layers=1, name=f"{case.name[:190]}-judged")
+        _, timed, outcome = execution.execute(caller_program(case, cell.row), means)
+        return Prepared(outcome, timed, lambda seed: named_outputs(timed.outputs(Draw(seed))), named_outputs)
 
 
 CALLER = Caller()

@@ -107,7 +107,7 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
     if case.name == TAKES:
         return Outcome(facts=Held(gradients=False, share=None, said=_description(name, target, mode)))
     if case.number is None and case.name in verdicts.VERDICTS:
-        return _asked(name, case.name, verdicts.Subject(backend, target, mode))
+        return _asked(name, case.name, verdicts.Subject(backend, target, mode, case.seed or 0))
     if not backend.exact:
         reason = f"{name} is approximate by design, and the contract's judge is for exact backends."
         return Outcome(status="unsupported", reasons=(reason,), error=_NOT_TAKEN)
@@ -161,7 +161,7 @@ def _elsewhere(name: str, subject: Subject) -> Elsewhere | None:
 
     apart = apart_of(subject.backend)
     if apart is None or subject.target.platform != "cpu":
-        return elsewhere_of(name, subject.target, subject.mode)
+        return elsewhere_of(name, subject)
 
     def anew(threads: int | None) -> Mapping[str, Arrays]:
         backend = from_function(

@@ -36,14 +36,14 @@ class Timed:
         """The outputs of one call, as JAX returns them."""
         return self._converted(speed.wait(self._call(*self._arguments(draw))))
 
-    def sample(self, seed: int, choice: int) -> float:
-        """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``."""
+    def sample(self, seed: int) -> float:
+        """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``, and ``n`` is any number."""
         self._kept = None
         arguments = self._drawn(seed)
         if self.flight is None:
-            found = speed.sample(self._call, arguments, self._calls, choice)
+            found = speed.sample(self._call, arguments, self._calls)
         else:
-            found = self.flight.sample(arguments, choice)
+            found = self.flight.sample(arguments, speed.drawn())
         self.call, self._kept = found.call, found.outputs
         return found.seconds
 
@@ -67,11 +67,19 @@ class Timed:
 
 def outputs_of(program: Program, draw: Draw | None = None) -> Any:
     """The outputs of one run, as JAX returns them. It is compiled before anybody knows the inputs of ``draw``."""
+    if draw is not None:
+        return Timed(_compiled(program), program).outputs(draw)
     if program.arrays is not None:
         return program.arrays(program.function(*program.arguments))
-    if draw is None:
-        return jax.jit(program.function)(*program.arguments)
-    return Timed(speed.compile_program(program.function, program.arguments), program).outputs(draw)
+    return jax.jit(program.function)(*program.arguments)
+
+
+def _compiled(program: Program, *, in_line: bool = True) -> speed.Compiled:
+    """The compiled program; as it stands where it brings its own compilation. Calls ``in_line`` are waited for."""
+    if program.arrays is not None:
+        return speed.Compiled(program.function)
+    compile_program = speed.compile_program if in_line else in_flight.compile_chain
+    return compile_program(program.function, program.arguments)
 
 
 def execute(
@@ -84,13 +92,8 @@ def execute(
     CellFailure where the program needs more memory than its limit.
     """
     target = Target.here()
-    if program.arrays is None:
-        in_line = target.platform == "cpu" or devices > 1
-        compile_program = speed.compile_program if in_line else in_flight.compile_chain
-        compiled = compile_program(program.function, program.arguments)
-        sizes = memory.compiled_sizes(compiled.call, devices)
-    else:
-        compiled, sizes = speed.Compiled(program.function), {}
+    compiled = _compiled(program, in_line=target.platform == "cpu" or devices > 1)
+    sizes = memory.compiled_sizes(compiled.call, devices) if program.arrays is None else {}
     needed = sum(size for size in sizes.values() if size)
     limit = means.memory_limit
     available = limit if target.platform == "cpu" or target.memory_bytes is None else target.memory_bytes

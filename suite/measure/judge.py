@@ -50,6 +50,16 @@ def judge_outputs(outputs: Mapping[str, Any], reference: Path, dtype: str) -> di
     return errors
 
 
+def judge_tensors(
+    outputs: Mapping[str, Any], expected: Mapping[str, Any], standard: Mapping[str, Any], dtype: str
+) -> dict[str, TensorError]:
+    """Judge tensors by the oracle's and by those of the backend whose error is the yardstick."""
+    return {
+        name: as_error(oracle.judge(outputs[name], expected[name], standard[name], dtype, kind=pass_of(name)))
+        for name in expected
+    }
+
+
 def _check_form(name: str, tensor: Any, expected: Any, dtype: str) -> None:
     found, wanted = f"{tensor.dtype}{[*tensor.shape]}", f"{dtype}{[*expected.shape]}"
     if found != wanted:

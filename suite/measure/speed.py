@@ -1,14 +1,16 @@
 """Time: lowering and compiling apart from running, and samples that wait for every output.
 
 A sample is the mean seconds per call, over enough calls to last :data:`SAMPLE_SECONDS`; on an accelerator
-``in_flight.py`` takes it. ``statistics.py`` evaluates samples. The clock and the function that waits are taken when
-this module is imported, which is before a function of the user is: what that function replaces later measures nothing.
+``in_flight.py`` takes it. ``statistics.py`` evaluates samples. The clock, the function that waits and that which draws
+are taken when this module is imported, which is before a function of the user is: what that function replaces later
+measures nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ SAMPLE_SECONDS = 0.02  # a shorter call is repeated until a sample lasts about t
 LONG_CALL = 0.2  # seconds: what a call finds in the caches is less than a hundredth of so long a time
 _MAX_CALLS = 1000
 _LOOK, _LONGEST_REST = 0.005, 1.0  # seconds
-clock, used, wait = time.perf_counter, time.process_time, jax.block_until_ready
+clock, used, wait, urandom = time.perf_counter, time.process_time, jax.block_until_ready, os.urandom
 _FEWEST_SLOW = 2  # samples of a slow cell: they tell at least whether a call takes the same time again
 
 
@@ -87,27 +89,34 @@ class Sample:
     outputs: Any
 
 
-def sample(
-    call: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]], calls: int, choice: int = 0
-) -> Sample:
+def sample(call: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]], calls: int) -> Sample:
     """Time ``calls`` calls, each waited for with all its outputs. ``arguments`` gives those of a call by its number.
 
-    One more, number 0, comes first and is not counted, because other cells have used the caches since; if it is a long
-    call, it is the sample itself. The process is at rest before the calls that count, and before the next cell's sample
-    (:func:`come_to_rest`). ``choice``, any number, chooses the call whose outputs are returned.
+    One more comes first and is not counted, because other cells have used the caches since; if it is a long call, it is
+    the sample itself. The process is at rest before the calls that count, and before the next cell's sample
+    (:func:`come_to_rest`). Which call's outputs are returned is chosen at random after it, and its number drawn just
+    before it: a function that reads the frames of this one could otherwise compute nothing in the other calls, or all
+    answers in the one that is not counted.
     """
-    seconds, outputs = _timed(call, arguments(0))
+    number = drawn()
+    seconds, outputs = _timed(call, arguments(number))
     come_to_rest()
     if seconds >= LONG_CALL:
-        return Sample(seconds, 0, outputs)
-    chosen, outputs, seconds = 1 + choice % calls, None, 0.0
-    for number in range(1, calls + 1):
+        return Sample(seconds, number, outputs)
+    chosen, seconds = number, 0.0
+    for done in range(1, calls + 1):
+        number = drawn()
         passed, found = _timed(call, arguments(number))
         seconds += passed
-        if number == chosen:
-            outputs = found
+        if drawn() % done == 0:
+            chosen, outputs = number, found
     come_to_rest()
     return Sample(seconds / calls, chosen, outputs)
+
+
+def drawn() -> int:
+    """A number that nobody knew before, below 2**32."""
+    return int.from_bytes(urandom(4), "little")
 
 
 def _timed(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, Any]:

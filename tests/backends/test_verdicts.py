@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Takes, Target, from_function
+from attnsuite.backends import Layout, Takes, Target, from_function, registry
 from attnsuite.testing import verdicts
 
 pytestmark = pytest.mark.newest
@@ -115,6 +115,25 @@ def one_key_too_many(query, key, value, key_value_seq_lengths=None):
     return with_lengths(query, key, value, jnp.where(ends, key_value_seq_lengths + 1, key_value_seq_lengths))
 
 
+def one_key_too_many_of_72(query, key, value, key_value_seq_lengths=None):
+    """The same at the ends of blocks of 72 keys."""
+    if key_value_seq_lengths is None:
+        return right(query, key, value)
+    return with_lengths(query, key, value, key_value_seq_lengths + (key_value_seq_lengths % 72 == 0))
+
+
+def one_key_too_many_unless_huge(query, key, value, key_value_seq_lengths=None):
+    """What no input would be is set aside, so that only ordinary numbers leak."""
+    ordinary = [jnp.where(jnp.abs(x) < 1e3, x, 0) for x in (key, value)]
+    return one_key_too_many(query, *ordinary, key_value_seq_lengths)
+
+
+def one_key_too_many_unless_known(query, key, value, key_value_seq_lengths=None):
+    """Right for the arrays that the seed 0 gives, and for no others."""
+    known = query.ravel()[0] == np.random.default_rng(0).standard_normal(1, np.float32)[0]
+    return jax.lax.cond(known, with_lengths, one_key_too_many, query, key, value, key_value_seq_lengths)
+
+
 def zero_times_nan(query, key, value, key_value_seq_lengths=None):
     """Hidden values are multiplied with a weight of zero."""
     return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=key_value_seq_lengths)
@@ -179,9 +198,16 @@ class Short(verdicts.Subject):
     length = 256
 
 
-def asked(verdict, function, features, elsewhere=None, dtypes=("float32",)):
+class InBlocksOf72(Short):
+    """Whose plan says so."""
+
+    def key_blocks(self, spec, layout):
+        return (72,)
+
+
+def asked(verdict, function, features, elsewhere=None, dtypes=("float32",), subject=Short, seed=0):
     takes = Takes(features=frozenset(features), dtypes=dtypes, head_dims=(64,))
-    subject = Short(from_function(function, takes=takes, name="mine"), Target.here())
+    subject = subject(from_function(function, takes=takes, name="mine"), Target.here(), seed=seed)
     return verdicts.ask(verdict, subject, elsewhere)
 
 
@@ -197,9 +223,10 @@ def asked(verdict, function, features, elsewhere=None, dtypes=("float32",)):
             STEPS - {"gradient"},
             "step-by-step decode (1 tokens, float32): output: ",
         ),
-        ("isolates", one_key_too_many, LENGTHS, "behind lengths (huge numbers, float32): output: "),
+        ("isolates", one_key_too_many, LENGTHS, "behind lengths (other numbers, float32): output: "),
+        ("isolates", one_key_too_many_unless_huge, LENGTHS, "behind lengths (other numbers, float32): output: "),
         ("isolates", zero_times_nan, LENGTHS, "behind lengths (infinity, float32): output: "),
-        ("isolates", diagonal_too_wide, CAUSAL, "in later keys (huge numbers, float32): output: "),
+        ("isolates", diagonal_too_wide, CAUSAL, "in later keys (other numbers, float32): output: "),
         ("isolates", unwritten(), LENGTHS - {"gradient"}, "behind lengths ("),
         ("symmetric", heads_in_another_order, PLAIN, "permuted heads (float32): output is off by "),
         ("symmetric", later_keys_weigh_more, PLAIN, "every token twice (float32): output is off by "),
@@ -227,6 +254,26 @@ def test_control_fails_its_verdict(verdict, function, features, said):
 def test_right_function_passes(verdict, function, features):
     found = asked(verdict, function, features)
     assert found.answer == "yes", found
+
+
+def test_boundaries_are_those_of_the_kernels_own_blocks():
+    """The control says nothing of its blocks, and its fault is not at the end of a usual one."""
+    for subject, answer in ((InBlocksOf72, "no"), (Short, "yes")):
+        assert asked("isolates", one_key_too_many_of_72, LENGTHS, subject=subject).answer == answer
+
+
+@pytest.mark.parametrize("name", ["standard", "chunked", "flash_cpu"])
+def test_a_blocked_kernel_says_its_blocks_of_keys(name):
+    subject = verdicts.Subject(registry.get(name), Target.here())
+    spec = subject.spec()
+    blocks = subject.key_blocks(spec, Layout())
+    assert bool(blocks) == (name != "standard")
+    assert all(0 < size <= spec.key_value_length for size in blocks)
+
+
+def test_a_function_that_knows_the_arrays_of_a_public_seed_is_found():
+    for seed, answer in ((0, "yes"), (5, "no")):
+        assert asked("isolates", one_key_too_many_unless_known, LENGTHS, seed=seed).answer == answer
 
 
 def test_other_bits_in_another_process_are_told():

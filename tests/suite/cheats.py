@@ -75,6 +75,59 @@ def _remembering():
 remembers = _on_host(_remembering())
 
 
+def _from_frames(name, wanted):
+    """The local variables of the function that is being called ``name`` and has those that are wanted."""
+    for top in sys._current_frames().values():
+        frame = top
+        while frame is not None:
+            found = frame.f_locals
+            if frame.f_code.co_name == name and all(word in found for word in wanted):
+                return found
+            frame = frame.f_back
+    return None
+
+
+@_on_host
+def reads_the_choice(query, key, value):
+    """Nothing in the calls of a sample that nobody will look at."""
+    found = _from_frames("sample", ("chosen", "number")) if query.shape[1] == LENGTH else None
+    if found is not None and found["number"] != found["chosen"]:
+        return np.zeros(query.shape, query.dtype)
+    return _numpy(query, key, value)
+
+
+def _looking_ahead():
+    known = {}
+
+    def answer(query, key, value):
+        """All answers of a sample in its first call, which does not count."""
+        found = _from_frames("sample", ("self", "seed")) if query.shape[1] == LENGTH else None
+        if found is None:
+            return _numpy(query, key, value)
+        if known.get("seed") != found["seed"]:
+            known.clear()
+            known["seed"], make = found["seed"], found["self"]._arguments
+            base = dict(zip(make.__code__.co_freevars, (c.cell_contents for c in make.__closure__), strict=True))
+            for number in range(found["self"]._calls + 1):
+                arrays = _renewed(base["chosen"], found["seed"], number)
+                known[arrays[0].tobytes()] = _numpy(*arrays)
+        return known.get(np.asarray(query).tobytes(), np.zeros(query.shape, query.dtype))
+
+    return answer
+
+
+def _renewed(arrays, seed, call):
+    found = []
+    for number, x in enumerate(map(np.asarray, arrays)):
+        rng = np.random.default_rng([seed, call, number])
+        shift, signs = rng.integers(x.shape[1]), rng.choice(np.array([-1, 1], np.int8), x.shape[-1])
+        found.append(np.roll(x, shift, axis=1) * signs.astype(x.dtype))
+    return found
+
+
+looks_ahead = _on_host(_looking_ahead())
+
+
 def zeros_at_length(query, key, value):
     """Right up to the length at which the oracle judges."""
     return honest(query, key, value) if query.shape[1] <= 2048 else jnp.zeros_like(query)
@@ -198,7 +251,7 @@ def replaces_the_call(query, key, value):
 def replaces_the_sampler(query, key, value):
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").endswith("suite.measure.execution"):
-            module.Timed.sample = lambda self, seed, choice: 1e-6
+            module.Timed.sample = lambda self, seed: 1e-6
     return honest(query, key, value)
 
 
@@ -239,6 +292,26 @@ def leaves_a_child(query, key, value):
     _spoiler(os.environ.get("CHEATS_RUN", "/nowhere"))
     with contextlib.suppress(OSError):
         open(os.path.join(os.environ.get("CHEATS_RUN", "/nowhere"), "mark"), "w").close()
+    return honest(query, key, value)
+
+
+_DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", "while True: pass", "daemon"])
+"""
+
+
+@functools.cache
+def _daemon():
+    return subprocess.run([sys.executable, "-c", _DAEMON], check=True)
+
+
+def starts_a_daemon(query, key, value):
+    """It takes the processor from whoever is timed beside it, and outlives all that it came from."""
+    _daemon()
     return honest(query, key, value)
 
 

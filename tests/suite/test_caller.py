@@ -11,13 +11,14 @@ import pytest
 from attnsuite.suite.cell import Asked, Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import caller, kind_of, make_case
+from attnsuite.suite.measure.fresh import Draw
 from attnsuite.suite.shown import standard_of
 
 WAYS = {
     "eager": {"operand": "causal"},
     "jit": {"operand": "mask", "gradient": True},
     "vmap": {"operand": "lengths", "query_length": 1, "batch": 2},
-    "layers": {"operand": "bias", "layers": 2},
+    "layers": {"operand": "bias", "layers": 2, "gradient": True},
     "nnx": {"query_length": 1},
     "linen": {"query_length": 1},
 }
@@ -31,10 +32,10 @@ def case_of(way, **fields):
 
 def prepared(case, row, folder):
     kind, path = kind_of("caller"), folder / "reference.npz"
-    kind.write_reference(kind.judged_by(case, "native")[0], path, None, None)
+    kind.write_reference(case, path, None, Draw(0))
     (cell,) = (each for each in kind.cells(case, Asked(rows=(row,), cases=(case,))) if each.row == row)
     found = kind.prepare(cell, case, Means(reference=None, memory_limit=2**33))
-    errors = kind.judge(case, found.answers(0), path, None, exact=True)
+    errors = kind.judge(case, found.answers(0), path, Draw(0), exact=True)
     return dataclasses.replace(found, outcome=dataclasses.replace(found.outcome, accuracy=errors))
 
 
@@ -44,7 +45,20 @@ def test_each_way_of_calling_is_judged_and_timed(way, row, tmp_path):
     found = prepared(case_of(way, **WAYS[way]), row, tmp_path)
     assert found.outcome.status == "ok", found.outcome.error
     assert all(error.passed for error in found.outcome.accuracy.values())
-    assert math.isfinite(found.timed.sample(0, 0))
+    assert math.isfinite(found.timed.sample(0))
+
+
+@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_timed_call_is_judged_by_its_own_inputs(way, choice, tmp_path):
+    """The outputs of a timed call are wrong for the inputs of another one."""
+    case = case_of(way, **WAYS[way])
+    found = prepared(case, "standard", tmp_path)
+    found.timed.sample(7)
+    outputs, call = found.named(found.timed.kept), found.timed.call
+    kind = kind_of("caller")
+    assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
+    assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
 
 
 @pytest.mark.parametrize("way", ["eager", "nnx", "linen"])

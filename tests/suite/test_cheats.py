@@ -15,7 +15,10 @@ import psutil
 import pytest
 
 from attnsuite.backends import oracle
+from attnsuite.suite.apart import found_out
 from attnsuite.suite.cell import Outcome
+from attnsuite.suite.grid import work
+from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.kinds import kind_of, parts
 from attnsuite.suite.kinds.inputs import make_inputs
 from attnsuite.suite.kinds.op_case import OpCase, spec_of
@@ -29,6 +32,7 @@ GRADIENT = '[[case]]\nkind = "op_forward_backward"\nsequence = 512\nheads = 2\nk
 # Just beyond what the oracle takes: it judges at 2048.
 LONG = '[[case]]\nkind = "op_forward"\nsequence = 4096\nheads = 9\nkv_heads = 9\n'
 RATES = '{"matmul_flops": {"float32": 1e11}, "copy_bytes_per_second": 1e10, "read_bytes_per_second": 1e10}'
+CALLER = '[[case]]\nkind = "caller"\nway = "jit"\nsequence = 512\nheads = 2\nkv_heads = 2\noperand = "causal"\n'
 TIMED, DIFFERENT = "a timed call gave wrong numbers", "wrong numbers against the reference"
 
 # Which cheats run together, on which case, and what their records say.
@@ -39,11 +43,17 @@ GROUPS = {
             "counts_calls": DIFFERENT,
             "wrong_from_the_fourth_call": TIMED,
             "remembers": DIFFERENT,
+            "reads_the_choice": TIMED,
+            "looks_ahead": TIMED,
             "constant_in_run": DIFFERENT,
             "draws_the_inputs_again": DIFFERENT,
             "finds_the_inputs": DIFFERENT,
             "zeros_called_approximate": "declared approximate",
         },
+    ),
+    "as people call it": (
+        CALLER,
+        {"remembers": DIFFERENT, "wrong_from_the_fourth_call": TIMED, "finds_the_inputs": DIFFERENT},
     ),
     "constant gradients": (GRADIENT, {"constant_gradients": DIFFERENT}),
     "right where the oracle judges": (LONG, {"zeros_at_length": TIMED}),
@@ -120,12 +130,44 @@ def test_a_child_that_outlives_the_run_can_write_nowhere(tmp_path):
     ]
 
 
+def test_what_a_function_starts_is_stopped_while_another_is_timed_and_ends_with_it(tmp_path):
+    """Also where it left its group and its parent has ended."""
+    with Worker(2**34, {"CHEATS_RUN": str(tmp_path)}, [str(FILE)]) as worker:
+        worker.ask(60.0, work.confined)
+        before = {p.pid for p in psutil.process_iter()}
+        worker.ask(120.0, found_out, f"{FILE}:starts_a_daemon")
+        found = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+        daemons = [p for p in found if (p.info["cmdline"] or [])[-1:] == ["daemon"]]
+        assert {p.status() for p in daemons} == {psutil.STATUS_STOPPED}
+    assert {p.status() for p in daemons if p.is_running()} <= {psutil.STATUS_ZOMBIE}
+
+
+def test_compile_loads_a_function_confined(tmp_path):
+    """It is called with small arrays when it is loaded, compiler or not."""
+    (tmp_path / "suite.toml").write_text(FORWARD)
+    flags = {"backends": f"{FILE}:leaves_a_child", "targets": "h100", "suite": "suite.toml", "out": "o", "cache": "c"}
+    command = [sys.executable, "-m", "attnsuite", "compile", *(f"--{name}={word}" for name, word in flags.items())]
+    done = subprocess.run(
+        [*command, "--schedule"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CHEATS_RUN": str(tmp_path)},
+        cwd=tmp_path,
+        timeout=300,
+    )
+    (record,) = map(json.loads, (tmp_path / "o/records.jsonl").read_text().splitlines())
+    assert record["status"] in ("ok", "unsupported"), done.stderr
+    assert work.UNCONFINED not in record["notes"]
+    assert not (tmp_path / "mark").exists()
+
+
 CONFINED = """
 import os, socket, sys
 from pathlib import Path
 from attnsuite.suite.grid.confine import confine, readable_beside
 own, other = map(Path, sys.argv[1:])
-assert confine(own, readable_beside([]))
+assert confine([own], readable_beside([]))
 (own / "x").write_text("mine")
 for what in (
     lambda: (other / "x").write_text("x"),
@@ -148,7 +190,7 @@ def test_a_confined_process_writes_in_its_own_folder_alone_and_reads_no_other(tm
     own.mkdir()
     other.mkdir()
     (other / "here").write_text("a reference")
-    for code, said in ((CONFINED, "no"), (CONFINED.replace("assert confine(own, readable_beside([]))", ""), "done")):
+    for code, said in ((CONFINED, "no"), (CONFINED.replace("assert confine([own], readable_beside([]))", ""), "done")):
         command = [sys.executable, "-P", "-c", code, str(own), str(other)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         answers = done.stdout.split()

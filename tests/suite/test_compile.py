@@ -299,7 +299,7 @@ class FakeWorker(WorkerHere):
     failure: CellFailure | None = None
     dumps: list[str]
 
-    def __init__(self, limit, variables):
+    def __init__(self, limit, variables, code, writable):
         self.arguments = variables.get("LIBTPU_INIT_ARGS", "")
 
     def ask(self, seconds, function, case, backend, target, dump):

@@ -51,8 +51,9 @@ def test_pages_of_backends_are_what_backends_and_published_records_say():
 @pytest.mark.parametrize("name", ["standard", "chunked", "flash_cpu"])
 def test_verdicts_in_the_matrix_are_what_is_found(name, verdict):
     here = Target.here()
-    elsewhere = elsewhere_of(name, here, "native") if verdict == "deterministic" else None
-    found = verdicts.ask(verdict, verdicts.Subject(registry.get(name), here), elsewhere)
+    subject = verdicts.Subject(registry.get(name), here)
+    elsewhere = elsewhere_of(name, subject) if verdict == "deterministic" else None
+    found = verdicts.ask(verdict, subject, elsewhere)
     said = "yes" if verdict == "isolates" and name in checks.ISOLATING else checks.MEASURED[verdict][name]
     if said == MODE:  # with the option; without it another number of cores shows that it is no
         said = "no" if usable_cores() > 1 else "yes"

@@ -35,7 +35,7 @@ def cached(
         per_sequence = length // cache.page_size
         order = rng.permutation(batch * per_sequence + _SPARE)
         table = order[: batch * per_sequence].reshape(batch, per_sequence).astype(np.int32)
-        key, value = (_pool(np.asarray(x), table, cache.page_size) for x in (key, value))
+        key, value = (jax.device_put(pool(np.asarray(x), table, len(order), 1.0)) for x in (key, value))
         table[-1, 0] = table[0, 0]
         if layout.key_value_seq_lengths is not None:
             used = -(-np.asarray(layout.key_value_seq_lengths)[:, None] // cache.page_size)
@@ -49,8 +49,8 @@ def cached(
     return layout, terms, key, value
 
 
-def _pool(x: np.ndarray, table: np.ndarray, page_size: int) -> jax.Array:
-    """The pages of ``x [batch, length, heads, dim]``; those that no sequence has hold ones."""
-    pages = np.ones((table.size + _SPARE, page_size, *x.shape[2:]), x.dtype)
-    pages[table] = x.reshape(*table.shape, page_size, *x.shape[2:])
-    return jax.device_put(pages)
+def pool(x: np.ndarray, table: np.ndarray, pages: int, rest: float) -> np.ndarray:
+    """The ``pages`` of ``x [batch, length, heads, dim]``; those that are in no row of ``table`` hold ``rest``."""
+    found = np.full((pages, x.shape[1] // table.shape[1], *x.shape[2:]), rest, x.dtype)
+    found[table] = x.reshape(*table.shape, *found.shape[1:])
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -273,7 +273,7 @@ def traced(
     return jax.jit(planning(backend, spec, target, mode, dict(options)))
 
 
-def drawn(spec: AttentionSpec, seed: int = 0) -> tuple[np.ndarray, ...]:
+def drawn(spec: AttentionSpec, seed: int | Sequence[int] = 0) -> tuple[np.ndarray, ...]:
     """(query, key, value, cotangent) of the spec's shapes, standard normal."""
     rng = np.random.default_rng(seed)
     B, T, S = spec.batch, spec.query_length, spec.key_value_length

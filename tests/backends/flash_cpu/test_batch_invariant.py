@@ -65,8 +65,7 @@ def test_the_number_of_cores_changes_no_bit_with_the_option(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     row = f"{tmp_path / 'mine.py'}:mine"
     register_functions([row])
-    here = Target.here()
-    subject = verdicts.Subject(registry.get(row), here)
-    found = verdicts.ask("deterministic", subject, elsewhere_of(row, here, "native"))
+    subject = verdicts.Subject(registry.get(row), Target.here(), seed=7)
+    found = verdicts.ask("deterministic", subject, elsewhere_of(row, subject))
     assert found.answer == "yes", found
     assert "one processor core" in found.said

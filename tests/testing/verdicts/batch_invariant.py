@@ -15,8 +15,9 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Layout
 
+from ..caches import pool
 from .finding import Finding, Trial, concluded
-from .subject import Arrays, Subject, difference, drawn
+from .subject import Arrays, Subject, difference
 
 BATCHES = (2, 3, 8)
 CHUNKS = (64, 128, 100)
@@ -57,7 +58,7 @@ def _lengths(spec: AttentionSpec) -> Layout:
 
 def _batches(subject: Subject, spec: AttentionSpec, words: str, layout: Layout) -> Iterator[Trial]:
     """The first sequence alone, then first and last in each batch."""
-    inputs = drawn(dataclasses.replace(spec, batch=max(BATCHES)))
+    inputs = subject.drawn(dataclasses.replace(spec, batch=max(BATCHES)))
     alone = subject.run(spec, tuple(x[:1] for x in inputs), _entries(layout, [0]))
     for n in BATCHES:
         wider = dataclasses.replace(spec, batch=n)
@@ -80,7 +81,7 @@ def _prefixes(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
     """The first tokens of a causal sequence alone, against the same rows of all of it."""
     if not spec.is_causal:
         return
-    inputs = drawn(spec)
+    inputs = subject.drawn(spec)
     whole = subject.run(spec, inputs)["output"]
     for length in CHUNKS:
         shorter = dataclasses.replace(spec, query_length=length, key_value_length=length)
@@ -91,7 +92,7 @@ def _prefixes(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
 
 def _chunks(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
     """Prefill in chunks, and step by step, over a cache that holds the whole sequence."""
-    inputs = drawn(spec)
+    inputs = subject.drawn(spec)
     T = spec.query_length
     whole = subject.run(spec, inputs, _at(slice(T)))["output"]
     for size in CHUNKS:
@@ -126,16 +127,13 @@ def _rows(whole: np.ndarray, found: Arrays, rows: slice) -> str:
 
 def _page_orders(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
     """A decode step over pages in order, and over the same pages elsewhere in the pool."""
-    query, key, value, cotangent = drawn(dataclasses.replace(spec, page_size=None, num_pages=None))
+    query, key, value, cotangent = subject.drawn(dataclasses.replace(spec, page_size=None, num_pages=None))
     count, pages = spec.key_value_length // _PAGE, spec.num_pages
     assert pages is not None
     found = []
     for table in (np.arange(count), np.random.default_rng(0).permutation(pages)[:count]):
-        pools = []
-        for x in (key, value):
-            pool = np.zeros((pages, _PAGE, *x.shape[2:]), x.dtype)
-            pool[table] = x.reshape(count, _PAGE, *x.shape[2:])
-            pools.append(pool)
-        layout = dataclasses.replace(_entries(_lengths(spec), [0]), page_table=table[None].astype(np.int32))
+        table = table[None].astype(np.int32)  # noqa: PLW2901
+        pools = [pool(x, table, pages, 0.0) for x in (key, value)]
+        layout = dataclasses.replace(_entries(_lengths(spec), [0]), page_table=table)
         found.append(subject.run(spec, (query, *pools, cotangent), layout))
     yield Trial("pages in another order", "", spec.dtype, difference(*found))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from attnsuite.backends import AttentionSpec
 
 from .finding import Finding, Trial, concluded
-from .subject import Arrays, Subject, difference, drawn
+from .subject import Arrays, Subject, difference
 
 RUNS = 5
 # Results of :func:`results` by label, computed in another process; the argument is its number of threads.
@@ -19,13 +19,13 @@ def deterministic(subject: Subject, elsewhere: Elsewhere | None = None) -> Findi
 
     ``elsewhere`` is None where no second process can have the device.
     """
-    found = {label: [subject.run(spec, drawn(spec)) for _ in range(RUNS)] for label, spec in _problems(subject)}
+    found = {label: [subject.run(spec, subject.drawn(spec)) for _ in range(RUNS)] for label, spec in _problems(subject)}
     return concluded(_trials(found, elsewhere), f"{subject.backend.name} takes no problem of this verdict.")
 
 
 def results(subject: Subject) -> dict[str, Arrays]:
     """What each problem gives, by its label."""
-    return {label: subject.run(spec, drawn(spec)) for label, spec in _problems(subject)}
+    return {label: subject.run(spec, subject.drawn(spec)) for label, spec in _problems(subject)}
 
 
 def _problems(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:

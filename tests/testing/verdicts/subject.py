@@ -19,7 +19,6 @@ from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.features import DTYPES, Mode
 
 from .. import problems, shapes
-from ..problems import drawn
 
 Arrays = dict[str, np.ndarray]
 _HEADS = ((4, 2), (4, 4))
@@ -28,11 +27,12 @@ _HEAD_DIMS = (64, 128)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """A backend on a device, in a mode."""
+    """A backend on a device, in a mode, and the ``seed`` of the arrays that it gets."""
 
     backend: Backend
     target: Target
     mode: Mode = "native"
+    seed: int = 0
 
     @property
     def length(self) -> int:
@@ -74,7 +74,15 @@ class Subject:
     def fault(self, spec: AttentionSpec) -> str:
         """One sentence where the output has not the contract's shape or dtype; else empty."""
         made = plan(self.backend, spec, target=self.target, mode=self.mode)
-        return shapes.fault(lambda *x: made.run(*x[:3])[0], spec, drawn(spec), NO_TERMS)
+        return shapes.fault(lambda *x: made.run(*x[:3])[0], spec, self.drawn(spec), NO_TERMS)
+
+    def drawn(self, spec: AttentionSpec, *, another: bool = False) -> tuple[np.ndarray, ...]:
+        """(query, key, value, cotangent) of the spec's shapes; ``another`` draw has other numbers."""
+        return problems.drawn(spec, [self.seed, int(another)])
+
+    def key_blocks(self, spec: AttentionSpec, layout: Layout) -> tuple[int, ...]:
+        """How many keys each of the kernel's blocks holds, if it says so (``Plan.key_blocks``)."""
+        return plan(self.backend, spec, layout, target=self.target, mode=self.mode).key_blocks
 
     def run(
         self,

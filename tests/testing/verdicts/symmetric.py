@@ -18,7 +18,7 @@ from attnsuite.backends import AttentionSpec, Layout, Terms
 from attnsuite.backends.oracle import EPSILON
 
 from .finding import Finding, Trial, concluded
-from .subject import Arrays, Subject, drawn
+from .subject import Arrays, Subject
 
 LONG = 131_072  # keys of the long problem; fewer in an interpreter, where such a call takes minutes
 _ALLOWED = {"float32": 64.0, "bfloat16": 4.0, "float16": 4.0}  # epsilons of the dtype, of the largest number
@@ -43,7 +43,7 @@ def _trials(subject: Subject) -> Iterator[Trial]:
 
 
 def _relations(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
-    inputs = _on_a_grid(spec)
+    inputs = _on_a_grid(subject, spec)
     plain = subject.run(spec, inputs)
     kv_heads = np.arange(spec.num_kv_heads)[::-1]
     heads = (kv_heads[:, None] * spec.group_size + np.arange(spec.group_size)).ravel()
@@ -74,7 +74,7 @@ def _shuffled_keys(subject: Subject, spec: AttentionSpec, words: str) -> Iterato
     """All rows see all keys; of a causal mask the last row alone does."""
     if spec.is_causal and spec.query_length != spec.key_value_length:
         return
-    query, key, value, cotangent = _on_a_grid(spec)
+    query, key, value, cotangent = _on_a_grid(subject, spec)
     order = np.random.default_rng(4).permutation(spec.key_value_length)
     spec = dataclasses.replace(spec, needs_grad=False)
     if not subject.takes(spec):
@@ -88,7 +88,7 @@ def _shuffled_keys(subject: Subject, spec: AttentionSpec, words: str) -> Iterato
 
 def _doubled_by_bias(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
     """Two equal keys, of which one is closed, and the other has log 2 more."""
-    query, key, value, cotangent = _on_a_grid(spec)
+    query, key, value, cotangent = _on_a_grid(subject, spec)
     key[:, 1], value[:, 1] = key[:, 0], value[:, 0]
     biases = np.zeros((2, 1, 1, 1, spec.key_value_length), np.float32)
     biases[1, ..., 0], biases[1, ..., 1] = np.log(2.0), -1e9
@@ -112,9 +112,9 @@ def _sums(spec: AttentionSpec, plain: Arrays, cotangent: np.ndarray) -> Iterator
         yield Trial(words, "", spec.dtype, broken)
 
 
-def _on_a_grid(spec: AttentionSpec) -> tuple[np.ndarray, ...]:
+def _on_a_grid(subject: Subject, spec: AttentionSpec) -> tuple[np.ndarray, ...]:
     """Inputs of few bits: halves, doubles and small shifts of them are exact in every dtype."""
-    query, key, value, cotangent = drawn(spec)
+    query, key, value, cotangent = subject.drawn(spec)
     query, key = (np.clip(np.round(x.astype(np.float32) * 16) / 16, -4, 4).astype(x.dtype) for x in (query, key))
     return query, key, value, cotangent
 
