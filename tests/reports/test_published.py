@@ -22,7 +22,7 @@ if not PUBLISHED.is_dir():
     pytest.skip("a source distribution has no published pages; the repository has", allow_module_level=True)
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 TRAINING_SHARDED = PUBLISHED / "training-sharded"
-VERDICTS = PUBLISHED / "verdicts-cpu-amd-epyc"
+VERDICTS = PUBLISHED / "verdicts-cpu-intel-xeon"
 DEVICES = ("-device-h100", "-device-v5e", "-device-v6e")
 ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, VERDICTS.name)
 PAGES = {
