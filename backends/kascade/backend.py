@@ -27,7 +27,6 @@ from ..resolve import resolve
 from . import steps, tuning, xla
 from .backward import Attend, differentiable
 from .cost import runs_dense
-from .kept import Kept
 from .kernels import Kernels
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, with_own
@@ -99,10 +98,6 @@ class Kascade:
         """One layer that selects and one that reuses its selection. Other backends compute dense layers."""
         schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
         return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
-
-    def keeps(self, spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int) -> Kept:
-        """The roles of the layers, and the share of the causal pairs of each. Raises ValueError for wrong options."""
-        return Kept.of(spec, options, layers, num_layers)
 
     @property
     def exact_options(self) -> Mapping[str, Any]:

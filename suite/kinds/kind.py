@@ -30,8 +30,6 @@ Long = Annotated[int, Meta(ge=64, le=2**31 - 1)]
 Layers = Annotated[int, Meta(ge=1, le=2**16)]
 Keys = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
-Kernel = Literal["", "xla", "pallas", "flash_cpu"]  # what computes a sparse backend's row; empty: the device's default
-
 SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -86,9 +84,9 @@ class Kind:
         """The rows that only this kind knows, in the order of their table; () if its rows are backends and peers."""
         return ()
 
-    def loss_of(self, case: Any) -> str:
-        """The backend whose loss on text the case measures beside controls; its perplexity alone is not shown then."""
-        return ""
+    def told(self, case: Any, words: Mapping[str, Any]) -> Case | None:
+        """The case with these fields, given as flags, in place of its own; None where it has none of them."""
+        return None
 
     def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:
         """The cases whose reference can judge a cell of ``case`` in ``mode``. If none is computed yet, the first is.

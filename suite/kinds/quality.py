@@ -23,9 +23,9 @@ from .. import statistics
 from ..cell import Outcome
 from ..errors import InputError
 from ..measure.judge import as_model_error
-from ..measure.kept import kept_of
 from ..measure.text import bits, reader_of, unigram_bits
 from ..record import TensorError
+from .kascade.kept import kept_of
 from .model_program import open_model, resolutions_of_sequence
 from .retrieval import RetrievalCase
 from .text import TextCase

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +15,6 @@ import tyro
 
 from ..errors import InputError
 from ..typed import printable
-from . import EXTENSIONS
 
 if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
@@ -86,29 +84,6 @@ def text_of(command: Any) -> TextFile | None:
     from attnsuite.models.text_file import TextFile
 
     return TextFile(str(command.text), command.text_field)
-
-
-def extended(kind: type, verb: str, words: Collection[str]) -> type:
-    """The verb's class with the flags of each extension that the words of the command line name, or a flag of which."""
-    found = []
-    for name in EXTENSIONS:
-        flags = importlib.import_module(f".{name}", __package__).FLAGS.get(verb)
-        named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-        if flags and (any(name in word for word in words) or named & {f.name for f in dataclasses.fields(flags)}):
-            found.append(flags)
-    if not found:
-        return kind
-    return dataclasses.make_dataclass(
-        kind.__name__, (), bases=(*found, kind), namespace={"__doc__": kind.__doc__}, frozen=True, kw_only=True
-    )
-
-
-def added(command: Any, kind: type) -> dict[str, Any]:
-    """The flags of extensions that were given, as data; ``kind`` is the verb's own class."""
-    own = {field.name for field in dataclasses.fields(kind)}
-    names = [field.name for field in dataclasses.fields(command) if field.name not in own]
-    values = {name: value for name in names if (value := getattr(command, name)) is not None}
-    return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def words_of(command: Any) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..spec import AttentionSpec
-from .cost import kept_fraction, runs_dense
-from .schedule import LayerRole
-from .settings import Settings
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.kascade import LayerRole, Settings, kept_fraction
+from attnsuite.backends.kascade.cost import runs_dense
+from attnsuite.models import ModelConfig
+from attnsuite.models.planning import Resolutions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +70,19 @@ class Kept:
                 f"{settings.when!r}); {remedy}"
             )
         return tuple(told)
+
+
+def kept_of(resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig) -> tuple[Kept, ...]:
+    """The :class:`Kept` of each attention type that Kascade computes; empty where exact backends compute all."""
+    return tuple(
+        Kept.of(found.spec, options, _layers(config, kind), config.num_layers)
+        for kind, found in resolutions
+        if found.backend.name == "kascade" and found.mode != "fallback"
+    )
+
+
+def _layers(config: ModelConfig, kind: str) -> tuple[int, ...]:
+    return tuple(i for i, other in enumerate(config.layer_types) if other == kind)
 
 
 def _numbers(layers: Any) -> str:

@@ -1,4 +1,4 @@
-"""The flags of ``attnsuite run`` about Kascade, as fields of cases."""
+"""The flags of the command line about Kascade."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 from attnsuite.backends.kascade import GREEDY_RULES, load_calibration
 from attnsuite.backends.kascade.settings import share_of_tiles
 
-from ... import typed
 from ...cell import Case
 from ...errors import InputError
 from ...names import is_whole, names_of, parts_of
-from .selection import SelectionCase
-from .stack import StackCase
+from .. import kind_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CaseFlags:
+class KascadeWords:
     """Fields of Kascade's cases that replace those of the suite; None leaves a field as it is.
 
     ``threshold`` and ``max_reuse_dist`` may be several numbers separated by commas: a sweep, every case once for each
@@ -47,7 +45,7 @@ class CaseFlags:
             hint = share_of_tiles(self.top_k, self.tile_size or 128)
             raise InputError(f"--top-k {self.top_k:g} must be a share, above 0 and at most 1.{hint}")
 
-    def spelled(self) -> str:
+    def flags(self) -> str:
         """The flags that were given, for a sentence."""
         return ", ".join("--" + name.replace("_", "-") for name in self.given)
 
@@ -69,16 +67,6 @@ class CaseFlags:
         return made
 
 
-def checked(flags: Mapping[str, Any]) -> CaseFlags:
-    """The flags as they are given by name. Raises InputError."""
-    try:
-        return typed.convert(flags, CaseFlags)
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{error}.") from error
-
-
 def _numbers(value: Any, name: str, number: Callable[[str], Any]) -> tuple[Any, ...]:
     flag = "--" + name.replace("_", "-")
     try:
@@ -88,44 +76,33 @@ def _numbers(value: Any, name: str, number: Callable[[str], Any]) -> tuple[Any, 
         raise InputError(f"{flag} {value!r} must be {kind} separated by commas.") from error
 
 
-def applied(flags: CaseFlags, cases: Sequence[Case]) -> tuple[Case, ...]:
+def applied(words: KascadeWords, cases: Sequence[Case]) -> tuple[Case, ...]:
     """The cases with these fields, renamed and without repetitions. Raises InputError.
 
     The settings of a calibration hold where no flag says otherwise.
     """
-    if not flags.given:
+    if not words.given:
         return tuple(cases)
-    calibrated = _calibrated(flags.calibration) if flags.calibration is not None else {}
-    combinations = [calibrated | fields for fields in flags.combinations()]
+    calibrated = _calibrated(words.calibration) if words.calibration is not None else {}
+    combinations = [calibrated | fields for fields in words.combinations()]
     made: list[Case] = []
     concerned = False
     for case in cases:
-        changed = [_changed(case, fields) for fields in combinations]
-        concerned = concerned or any(changed)
+        told = [kind_of(case.kind).told(case, fields) for fields in combinations]
+        concerned = concerned or any(told)
         made += (
             [case]
-            if not any(changed)
-            else [_named(new, fields, changed) for new, fields in zip(changed, combinations, strict=True)]
+            if not any(told)
+            else [_named(new, fields, told) for new, fields in zip(told, combinations, strict=True)]
         )
     if not concerned:
-        raise InputError(f"{flags.spelled()}: no case of this suite is about Kascade; use --suite kascade.")
+        raise InputError(f"{words.flags()}: no case of this suite is about Kascade; use --suite kascade.")
     return tuple(dict.fromkeys(made))
 
 
-def _changed(case: Any, fields: Mapping[str, Any]) -> Case | None:
-    """The case with these fields; None where it has none of them."""
-    if isinstance(case, SelectionCase):
-        # Anchors of the suite's schedule do not fit another schedule.
-        return dataclasses.replace(case, name="", **({"anchors": ""} if "schedule" in fields else {}), **fields)
-    if isinstance(case, StackCase):
-        return dataclasses.replace(case, name="", **_timed(fields, anchors=case.layers > 1))
-    gives_options = getattr(case, "top_k", None) is not None
-    return dataclasses.replace(case, name="", **_timed(fields)) if gives_options else None
-
-
-def _named(case: Any, fields: Mapping[str, Any], changed: Sequence[Any]) -> Case:
+def _named(case: Any, fields: Mapping[str, Any], told: Sequence[Any]) -> Case:
     """A case of a sweep with its values in its name, unless all combinations make the same case."""
-    if len(set(changed)) == 1:
+    if len(set(told)) == 1:
         return case
     swept = {"th": fields.get("threshold"), "d": fields.get("max_reuse_dist")}
     name = "-".join([case.name, *(f"{short}{value:g}" for short, value in swept.items() if value is not None)])
@@ -146,14 +123,14 @@ def _calibrated(path: str) -> dict[str, Any]:
     return settings
 
 
-def _timed(flags: Mapping[str, Any], *, anchors: bool = True) -> dict[str, Any]:
+def timed_words(words: Mapping[str, Any], *, anchors: bool = True) -> dict[str, Any]:
     """The fields that a timed case takes: tile size, share of keys, kernel, number of anchors (of a list its length).
 
     Which layers select does not change the time.
     """
-    fields = {name: flags[name] for name in ("tile_size", "top_k", "kernel") if name in flags}
-    if anchors and "anchors" in flags:
-        layers = parts_of(flags["anchors"])
-        is_list = flags.get("schedule") == "manual" or len(layers) != 1
+    fields = {name: words[name] for name in ("tile_size", "top_k", "kernel") if name in words}
+    if anchors and "anchors" in words:
+        layers = parts_of(words["anchors"])
+        is_list = words.get("schedule") == "manual" or len(layers) != 1
         fields["anchors"] = len(layers) if is_list or not is_whole(layers[0]) else int(layers[0])
     return fields
