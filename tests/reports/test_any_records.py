@@ -49,6 +49,8 @@ FIELDS = st.fixed_dictionaries({
     "error": st.none() | TEXT,
     "notes": st.lists(TEXT, max_size=1).map(tuple),
     "samples": SERIES,
+    "device_seconds": SERIES,
+    "cached_seconds": SERIES,
     "compile_seconds": st.none() | FLOATS,
     "flops": st.none() | FLOATS,
     "tokens": st.none() | st.integers(0, 2**40),

@@ -131,7 +131,7 @@ def run_words(box: Box, case: str, out: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def ran(box: Box, known_machine):
+def ran(box: Box):
     """One run, whose report is part of it."""
     return box.attnsuite(*run_words(box, "first", known_machine(box.root / "first")))
 
