@@ -7,8 +7,8 @@ heads, is read as one matrix of all heads by few rows, each of which has zeros f
 rows would multiply too many zeros, and for them the cache is turned block by block, inside a core's cache.
 
 Values that no row sees, behind the lengths or in other documents, are read as zeros, block by block too, so that NaN in
-them reaches no row. A key that is seen and is not finite would reach every head by the product of all of them: such
-scores are computed again with the heads apart.
+them reaches no row. A key that is not finite would reach every head by the product of all of them: where scores are
+not finite, they are computed again with the heads apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`attnsuite compile` without a compiler for other devices: what is asked, kept, searched, judged and shown."""
+"""`attnsuite compile` without a compiler for other devices: what is asked, judged and searched."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from importlib import util
 
 import hypothesis
@@ -11,10 +10,8 @@ import jax
 import pytest
 from hypothesis import strategies as st
 
-from attnsuite import reports
 from attnsuite.backends import FEATURES, Takes, Target, registry, support
 from attnsuite.backends.tunable import KernelBuild
-from attnsuite.reports.pages import compiled
 from attnsuite.suite import compile_run
 from attnsuite.suite.absent import compilation as compile_cell
 from attnsuite.suite.absent import topologies
@@ -28,13 +25,12 @@ from attnsuite.suite.absent.programs import (
 )
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
-from attnsuite.suite.errors import CellFailure, InputError
-from attnsuite.suite.grid.running import Limits
+from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.attention import OpCase, spec_of
 from attnsuite.suite.kinds.attention import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.store import RECORDS, parse_records
-from command import WorkerHere, code_of
+from attnsuite.suite.store import RECORDS
+from command import code_of
 
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 OP = OpCase(kind="op_forward", sequence=64)
@@ -287,223 +283,3 @@ def test_search_finds_the_longest_that_fits(limit):
     found = longest(fits, SEARCH_LENGTHS)
     assert found == max((length for length in SEARCH_LENGTHS if length <= limit), default=None)
     assert len(asked) == len(set(asked)) == SEARCH_STEPS
-
-
-# What a run keeps
-
-
-class FakeWorker(WorkerHere):
-    """Answers as a compiler would whose device holds 5000 tokens."""
-
-    asked: list[tuple[str, str, str]]
-    failure: CellFailure | None = None
-    dumps: list[str]
-
-    def __init__(self, limit, variables, code, writable):
-        self.arguments = variables.get("LIBTPU_INIT_ARGS", "")
-
-    def ask(self, seconds, function, case, backend, target, dump):
-        type(self).asked.append((case.name, backend, target.name))
-        if self.failure is not None:
-            raise self.failure
-        if dump:
-            assert f"--xla_jf_dump_to={dump} " in self.arguments
-            assert dump.is_dir()
-            type(self).dumps.append(dump)
-        if backend == "cudnn":
-            return {"status": "unsupported", "reasons": ["cuDNN does not compile here."], "error": "refused."}
-        if case.sequence * case.batch > 5000:
-            return {"status": "oom", "error": "JaxRuntimeError: exceeds available HBM (15.75G)."}
-        sizes = {"compiled_peak": 3 * 2**30, "compiled_argument": 2**30, "compiled_generated_code": None}
-        return {"status": "ok", "error": None, "lower_seconds": 0.1, "compile_seconds": 2.0, "memory": sizes}
-
-
-class Silent:
-    def __init__(self):
-        self.total = self.seen = 0
-
-    def begin(self, total, finished):
-        self.total += total
-
-    def fewer(self, cells):
-        self.total -= cells
-
-    def doing(self, *_):
-        pass
-
-    def done(self, record):
-        self.seen += record.status != "unsupported"
-
-
-@pytest.fixture
-def compile_with_fakes(tmp_path, monkeypatch):
-    """Run a request of one op case and one search with a fake compiler; returns records and what was asked."""
-
-    def run(name, failure=None, **changes):
-        FakeWorker.asked, FakeWorker.dumps, FakeWorker.failure = [], [], failure
-        monkeypatch.setattr(compile_run, "Worker", FakeWorker)
-        request = CompileGrid(
-            cases=(OP,),
-            searches=(MODEL,),
-            backends=("standard", "cudnn"),
-            targets=(V5E, H100),
-            out=tmp_path / name,
-            limits=Limits(10.0, 2**30),
-            cache=tmp_path / "cache",
-            command=("attnsuite", "compile", "--targets", "v5e,h100"),
-        )
-        watcher = Silent()
-        compile_run.compile_all(dataclasses.replace(request, **changes), watcher)
-        records = parse_records(tmp_path / name / RECORDS)[0]
-        assert watcher.total == watcher.seen == sum(record.status != "unsupported" for record in records)
-        return records, FakeWorker.asked
-
-    return run
-
-
-def test_every_cell_and_every_attempt_of_a_search_has_one_record(compile_with_fakes):
-    records, _ = compile_with_fakes("run")
-    keys = [record.key for record in records]
-    assert len(keys) == len(set(keys)) == 2 * (2 + SEARCH_STEPS + 1)
-    assert all(record.samples == () for record in records)
-    refused = [record for record in records if record.requested == "cudnn"]
-    assert {(r.status, r.mode, r.resolved, r.reasons) for r in refused} == {
-        ("unsupported", None, None, ("cuDNN does not compile here.",))
-    }
-
-
-def test_the_largest_batch_of_a_search_is_on_the_page_for_each_chip_that_shares_it(compile_with_fakes, tmp_path):
-    asked = dataclasses.replace(MODEL, sequence=512, name="")
-    slice_ = Target.named("v5e:4x4")  # 2 of its 16 chips share the heads, 8 the batch
-    records, _ = compile_with_fakes("run", cases=(asked,), searches=(), batch_searches=(asked,), targets=(V5E, slice_))
-    tried = {r.problem["batch"] for r in records if r.target == str(slice_) and r.requested == "standard"}
-    assert {batch % 8 for batch in tried - {asked.batch}} == {0}
-    page = compiled.compiled_overview(tmp_path / "run")
-    assert "on tpu:v5e: fits up to 8 with `standard` (of the batches tried)" in page
-    assert "Up to which batch" in page
-    assert "Up to which length" not in page
-
-
-def test_what_was_compiled_is_not_compiled_again(compile_with_fakes):
-    first, asked = compile_with_fakes("first")
-    second, again = compile_with_fakes("second")
-    assert len(asked) == 2 * (2 + SEARCH_STEPS + 1)
-    assert {backend for _, backend, _ in again} == {
-        "cudnn"
-    }  # refusals cost nothing, and may change with what is installed
-    kept = [[r for r in records if r.requested == "standard"] for records in (first, second)]
-    assert sorted(kept[0], key=lambda r: r.key) == sorted(kept[1], key=lambda r: r.key)
-
-
-@pytest.mark.parametrize("what", ["versions", "flags", "target"])
-def test_another_version_flag_or_device_is_compiled_again(compile_with_fakes, monkeypatch, what):
-    compile_with_fakes("first")
-    changes = {}
-    if what == "versions":
-        monkeypatch.setattr(compile_run.environment, "versions", lambda: {"jax": "99.0"})
-    elif what == "flags":
-        monkeypatch.setenv("XLA_FLAGS", "--xla_something=1")
-    else:
-        changes = {"targets": (Target("tpu", "v6e"),)}
-    _, again = compile_with_fakes("second", **changes)
-    assert "standard" in {backend for _, backend, _ in again}
-
-
-def test_damaged_cache_is_compiled_again(compile_with_fakes, tmp_path):
-    compile_with_fakes("first")
-    for path in (tmp_path / "cache").iterdir():
-        path.write_text(path.read_text()[:50])
-    _, again = compile_with_fakes("second")
-    assert "standard" in {backend for _, backend, _ in again}
-
-
-def test_compiler_that_dies_or_hangs_is_a_record_and_is_asked_another_time(compile_with_fakes):
-    failed, _ = compile_with_fakes("first", CellFailure("timeout", "no answer within 10 s."))
-    assert {record.status for record in failed} == {"timeout"}
-    too_large, _ = compile_with_fakes("second", CellFailure("oom", "the cell held 9 GiB."))
-    assert {record.status for record in too_large} == {"crashed"}  # oom would be about the device
-    assert "the compiler: the cell held 9 GiB." in {record.error for record in too_large}
-    assert {record.status for record in compile_with_fakes("third")[0]} == {"ok", "oom", "unsupported"}
-
-
-# What is shown
-
-
-def test_page_shows_what_fits_what_does_not_and_why(compile_with_fakes, tmp_path):
-    records, _ = compile_with_fakes("run")
-    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
-    fit, not_fit, refused = (sum(r.status == status for r in records) for status in ("ok", "oom", "unsupported"))
-    assert min(fit, not_fit, refused) > 0
-    assert (
-        f"{len(records)} cells: {fit} compile and fit, {not_fit} do not fit the device, "
-        f"{refused} are unsupported by the backend." in page
-    )
-    assert "3.00 GiB" in page
-    assert "no fit (E1)" in page
-    assert "**E1** JaxRuntimeError: exceeds available HBM (15.75G)." in page
-    assert "Unsupported in every case, and in no table but the last: `cudnn` (R1)." in page
-    assert "|  | cudnn |" not in page.partition("<details>")[0]
-    assert "**R1** cuDNN does not compile here." in page
-    assert "4096 / 5120" in page
-    assert "fits up to 4096 with `standard`" in page
-    assert "attnsuite compile --targets v5e,h100" in page
-    assert "18.75" in page or "18.8" in page  # of the 16 GiB of a v5e
-    assert page == reports.render(tmp_path / "run").read_text(encoding="utf-8")
-
-
-def test_page_shows_kernels(compile_with_fakes, tmp_path):
-    compile_with_fakes("run")
-    path = tmp_path / "run" / RECORDS
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    kernel = dataclasses.asdict(OutsideXla().compile_kernels(None, H100)[0])
-    answer = next(line for line in lines if (line["status"], line["target"]) == ("ok", "cuda:h100"))
-    answer |= {"memory": {}, "notes": ["no compiler for it."]}
-    answer["kernels"] = [kernel]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
-    assert "registers per thread" in page
-    assert "1 compile as kernels alone" in page
-    assert "compiles (N1)" in page
-    assert "**N1** no compiler for it." in page
-    assert "block q 128, num warps 8" in page
-    assert "98304" in page
-    held = page.partition("How many blocks the device holds at once")[2]
-    row = next(line for line in held.splitlines() if "forward" in line and "| cuda:h100 |" in line)
-    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["1000", "1", "registers", "12.5", "8", "57.6"]
-
-
-def test_schedules_are_asked_for_and_their_dumps_removed(compile_with_fakes):
-    plain, _ = compile_with_fakes("plain", targets=(V5E,), searches=())
-    _, asked = compile_with_fakes("scheduled", targets=(V5E,), searches=(), schedule=True)
-    assert len(asked) == len(plain)  # what was kept without its schedule is compiled again
-    assert len(FakeWorker.dumps) == len(asked)
-    assert not any(dump.exists() for dump in FakeWorker.dumps)
-    _, again = compile_with_fakes("again", targets=(V5E,), searches=(), schedule=True)
-    assert {name for _, name, _ in again} == {"cudnn"}
-
-
-def test_page_shows_schedules(compile_with_fakes, tmp_path):
-    compile_with_fakes("run")
-    assert "## Schedules" not in compiled.compiled_overview(tmp_path / "run")
-    path = tmp_path / "run" / RECORDS
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    counts = {"bundles": 410, "mxu_bundles": 100, "fills": 3, "spills": 7, "vector_bytes": 819200}
-    each = {"kernel": "attend_kernel.1", "step_bundles": 400, "grid_steps": 321, **counts}
-    lines[0]["schedules"] = [each, {**each, "grid_steps": None}, {**each, "step_bundles": 0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = [
-        [cell.strip() for cell in line.split("|")[4:-1]]
-        for line in compiled.compiled_overview(tmp_path / "run").splitlines()
-        if "attend kernel.1" in line
-    ]
-    known = ["attend kernel.1", "400", "321", "128400", "25.0", "7", "3", "2050"]
-    assert rows[0] == known
-    assert rows[1] == [*known[:2], "\u2013", "\u2013", *known[4:]]
-    assert rows[2][4] == rows[2][7] == "\u2013"
-
-
-def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):
-    compile_with_fakes("run")
-    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
-    for word in ("median", "tokens/s", "FLOP/s", "optimal"):
-        assert word not in page
