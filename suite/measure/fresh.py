@@ -37,7 +37,8 @@ def renewer(program: Program) -> Callable[[Draw], tuple[Any, ...]]:
     chosen = [program.arguments[i] for i in program.renewed]
     if not chosen:
         return lambda _: program.arguments
-    renew = jax.jit(_renew, out_shardings=tuple(x.sharding for x in chosen))
+    # Committed to a device only if those of the program are: what compiles itself would compile anew for them.
+    renew = jax.jit(_renew, out_shardings=tuple(x.sharding if x.committed else None for x in chosen))
 
     def arguments(draw: Draw) -> tuple[Any, ...]:
         found = list(program.arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -59,6 +60,17 @@ def test_a_timed_call_is_judged_by_its_own_inputs(way, choice, tmp_path):
     kind = kind_of("caller")
     assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
     assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
+
+
+@pytest.mark.parametrize("way", ["eager", "nnx", "linen"])
+def test_no_sample_holds_a_compilation(way, tmp_path):
+    timed, compiled = prepared(case_of(way, **WAYS[way]), "standard", tmp_path).timed, []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        timed.sample(7)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in compiled if "compile" in name]
 
 
 @pytest.mark.parametrize("way", ["eager", "nnx", "linen"])
