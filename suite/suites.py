@@ -88,6 +88,11 @@ DEVICE = Suite(
         *(OpCase(kind=kind, sequence=16384, **_LONG) for kind in ("op_forward", "op_forward_backward")),
         *(OpCase(kind="op_decode", sequence=32768, **_LONG, kv_layout=kv_layout) for kv_layout in ("NHD", "HND")),
         *(case for case in QUICK.cases if isinstance(case, OpCase) and case.dtype != "bfloat16"),
+        *(
+            dataclasses.replace(case, dtype="bfloat16", name="")
+            for case in QUICK.cases
+            if isinstance(case, ModelCase | TextCase)
+        ),
         *(case for case in QUICK.cases if not isinstance(case, OpCase)),
     ),
     left_out=QUICK.left_out,

@@ -45,6 +45,9 @@ def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
     assert kinds == sorted(kinds, key=lambda kind: kind != "op")
     takes = [case.dtype == "bfloat16" for case in made.suite.cases if case.kind.startswith("op_")]
     assert takes == sorted(takes, reverse=True)  # Kvax's cells come first
+    models = [case.dtype == "bfloat16" for case in made.suite.cases if hasattr(case, "dtype")][len(takes) :]
+    assert models == sorted(models, reverse=True)
+    assert any(models)
     assert {case.name for case in QUICK.cases} <= {case.name for case in DEVICE.cases}
     device, contract, calls, models, _ = made.plan()
     assert device == "device:  cuda:h100; backends: kvax, standard"
