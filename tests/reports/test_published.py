@@ -31,6 +31,7 @@ PAGES = {
     "cpu-intel-xeon-speed": (),
     "cpu-amd-epyc-caller": (),
     "cpu-intel-xeon-caller": (),
+    "cpu-intel-xeon-amx": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
     "cpu-amd-epyc-speed-8192": (),
     "cpu-amd-epyc-kascade-flash-cpu": (),
