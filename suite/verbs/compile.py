@@ -61,7 +61,7 @@ def run(command: Compile) -> int:
     limits = limits_of(command.cell_timeout, command.cell_memory)
     request = compile_request(command, directory(command.out, "compile"), limits, words_of(command))
     fleet = fleet_of(command)
-    with progress(lambda: "what is compiled is kept; ask for the same again to go on.") as display:
+    with progress(lambda: "what is compiled is kept; the same with another --out goes on.") as display:
         compile_run.compile_all(request, display, fleet)
     show(request.out)
     records, _, _ = parse_records(request.out / RECORDS)

@@ -21,9 +21,9 @@ if not PUBLISHED.is_dir():
     pytest.skip("a source distribution has no published pages; the repository has", allow_module_level=True)
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 TRAINING_SHARDED = PUBLISHED / "training-sharded"
-VERDICTS = PUBLISHED / "verdicts-cpu-intel-xeon"
+VERDICTS = (PUBLISHED / "verdicts-cpu-intel-xeon", PUBLISHED / "verdicts-cpu-intel-xeon-torch")
 DEVICES = ("-device-h100", "-device-v5e", "-device-v6e")
-ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, VERDICTS.name)
+ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, *(folder.name for folder in VERDICTS))
 PAGES = {
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
@@ -56,9 +56,10 @@ def test_page_of_quick_is_short(name):
     assert (PUBLISHED / name / "report.md").stat().st_size <= 15_000
 
 
-def test_page_of_verdicts_is_rendered_again_the_same(tmp_path):
-    reports.render(VERDICTS, out=tmp_path)
-    assert (tmp_path / "report.md").read_text(encoding="utf-8") == (VERDICTS / "report.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("folder", VERDICTS, ids=lambda folder: folder.name)
+def test_page_of_verdicts_is_rendered_again_the_same(folder, tmp_path):
+    reports.render(folder, out=tmp_path)
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_every_folder_with_records_has_its_page():
