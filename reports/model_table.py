@@ -1,8 +1,8 @@
 """The table of one model: the loss and the cost of each backend, one row each.
 
-The figures of a row are from several cases of the same model: text (for Kascade the case with its controls), prefill
-and decoding. If the dense model is no better than a unigram model, no row shows a loss. If Kascade's control does not
-fail, Kascade's row shows none.
+The figures of a row are from several cases of the same model: text, prefill and decoding. The loss of a backend with an
+extension is from the extension's case, where its controls fail. If the dense model is no better than a unigram model,
+no row shows a loss.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from attnsuite.suite import statistics
-from attnsuite.suite.kinds.kascade import guide
-from attnsuite.suite.model_suite import NAME
+from attnsuite.suite.model_suite import NAME, model_suites
 from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import quality
 from .cells import Cell, Group, cells_of
 from .columns import FIGURES
-from .kascade import tables as kascade
+from .extension import pages
 from .table import MIB, MILLI, Column, Table, scaled, table
 from .words import Value
-
-KASCADE = "kascade"
 
 
 def model_table(groups: Sequence[Group]) -> Table | None:
     """The table; None for cells of another suite."""
-    members = [g for g in groups if all(cell.record.suite in (NAME, guide.NAME) for cell in g.cells)]
+    members = [g for g in groups if all(cell.record.suite in (NAME, *model_suites()) for cell in g.cells)]
     names = dict.fromkeys(
         cell.record.requested
         for cell in cells_of(members)
         if cell.record.kind in ("perplexity", "model_prefill", "model_decode")
-        and (cell.record.status != "unsupported" or cell.record.requested == KASCADE)
+        and (cell.record.status != "unsupported" or cell.record.requested in {page.backend for page in pages()})
     )
     rows = [row for name in sorted(names, key=lambda name: name != STANDARD) if (row := _row(name, members))]
     columns = (
@@ -73,15 +70,14 @@ def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
 
 
 def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
-    """Figures on text: from Kascade's own case for Kascade's row, else from the perplexity case."""
-    texts = [member for member in groups if member.kind == "perplexity"]
+    """Figures on text: from the case of the backend's extension, else from the perplexity case."""
+    texts: Sequence[Group] = [member for member in groups if member.kind == "perplexity"]
     invalid = any(quality.validity(cell) == quality.INVALID for cell in cells_of(texts) if cell.record.quality)
-    own = [member for member in groups if member.kind == kascade.TEXT and member.problem.get("phase") == "prefill"]
-    if name == KASCADE and own:
-        why = kascade.withheld(own[0], ("random_tiles",))
-        if why is not None:
-            return {"exact": False, "reading": quality.INVALID if invalid else f"{kascade.WITHHELD}: {why}"}
-        texts = own
+    for page in pages():
+        if page.backend == name and (found := page.loss(groups)):
+            texts, withheld = found
+            if withheld is not None:
+                return {"exact": False, "reading": quality.INVALID if invalid else withheld}
     for cell in cells_of(texts):
         if cell.record.requested == name and is_trusted(cell.record) and cell.record.quality:
             return _figures(cell, invalid=invalid)
