@@ -125,6 +125,11 @@ def title_of(name: str) -> str:
     return kind_of(name).titles[name]
 
 
+def phase_of(name: str) -> str:
+    """What a kind of record is about, see :class:`Kind`; empty for most kinds. Raises InputError as :func:`kind_of`."""
+    return kind_of(name).phases.get(name, "")
+
+
 def checked(record: Record) -> Record:
     """The record, with its facts as its kind has them. Raises RecordError for an unknown kind and for other facts."""
     try:

@@ -39,7 +39,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 class Kind:
     """One kind of case: everything that the grid and the reports must know about it.
 
-    ``titles`` maps each ``kind`` of its records to the title of their tables. ``case`` is the frozen dataclass of its
+    ``titles`` maps each ``kind`` of its records to the title of their tables, ``phases`` those that a page shows in a
+    column, table or picture of their own to what they are about: of a call "forward", "forward and backward" or
+    "token", of a model "prefill", "decode" or "text". ``page`` names the module of ``attnsuite.reports.pages`` whose
+    page shows its records alone. ``case`` is the frozen dataclass of its
     cases; it checks itself and raises InputError. It is None for a kind of records that no suite asks for. ``facts`` is
     the frozen dataclass of what only its records have (``Record.facts``); a record with status ok or wrong has it. With
     ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
@@ -52,6 +55,8 @@ class Kind:
     """
 
     titles: ClassVar[Mapping[str, str]]
+    phases: ClassVar[Mapping[str, str]] = {}
+    page: ClassVar[str] = ""
     case: ClassVar[type[Any] | None] = None
     facts: ClassVar[type[Any] | None] = None
     shares_process: ClassVar[bool] = False

@@ -96,6 +96,7 @@ class Model(Kind):
         "model_decode": "model decode",
         "model_train": "model train step",
     }
+    phases: ClassVar = {"model_prefill": "prefill", "model_decode": "decode"}
     case: ClassVar = ModelCase
     judges_apart: ClassVar = True
 
@@ -149,7 +150,7 @@ class Model(Kind):
             flops=model_program.model_flops(case, model.config),
             tokens=model_program.model_tokens(case),
             steps=model_program.model_steps(case),
-            kv_bytes_per_token=None if is_peer else model_program.kv_bytes_per_token(case, model.config),
+            figures={} if is_peer else model_program.figures(case, model.config),
             notes=() if is_peer else model_program.notes(case, model.config, cell.row),
         )
         return Prepared(outcome, timed, lambda _: outputs, functools.partial(model_program.timed_outputs, case))

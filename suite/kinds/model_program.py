@@ -120,11 +120,11 @@ def model_steps(case: ModelCase) -> int | None:
     return {"model_prefill": 1, "model_decode": case.new_tokens}.get(case.kind)
 
 
-def kv_bytes_per_token(case: ModelCase, config: ModelConfig) -> int | None:
-    """Bytes of the cache per token of one sequence, all layers together; None for a train step."""
+def figures(case: ModelCase, config: ModelConfig) -> dict[str, int]:
+    """Bytes of the cache per token of one sequence, all layers together; none of a train step."""
     if case.kind == "model_train":
-        return None
-    return KVCache.create(config, 1, 1, default_dtype(config)).nbytes
+        return {}
+    return {"kv_bytes_per_token": KVCache.create(config, 1, 1, default_dtype(config)).nbytes}
 
 
 def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:

@@ -33,6 +33,7 @@ class Text(Kind):
     """The kind of :class:`TextCase`. What imports flax is imported where it is used."""
 
     titles: ClassVar = {"perplexity": "perplexity"}
+    phases: ClassVar = {"perplexity": "text"}
     case: ClassVar = TextCase
     shares_process: ClassVar = True
 
