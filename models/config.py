@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self, get_args
 
+from attnsuite.backends import names
+
 from .checks import require_positive_int, require_positive_real
 from .other_names import our_name
 from .presets import PRESETS as PRESETS
@@ -227,7 +229,7 @@ class ModelConfig:
         accepted = get_args(AttentionType)
         if not isinstance(types, tuple | list) or any(kind not in accepted for kind in types):
             wrong = next((kind for kind in types if kind not in accepted), given) if isinstance(types, tuple) else given
-            hint = "" if wrong != "kascade" else ' Kascade is a backend: model(tokens, backend="kascade").'
+            hint = f' {wrong} is a backend: model(tokens, backend="{wrong}").' if wrong in names() else ""
             raise ValueError(
                 f"attention={wrong!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.{hint}"
             )

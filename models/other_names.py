@@ -7,6 +7,8 @@ fact. The refusal says ours.
 
 from __future__ import annotations
 
+from attnsuite.backends import names
+
 _OURS = {
     "vocab_size": ("vocab", "n_vocab", "num_tokens"),
     "hidden_size": ("d_model", "dim", "n_embd", "emb_dim", "embed_dim", "model_dim", "base_emb_dim"),
@@ -37,9 +39,7 @@ _OURS = {
 _OF_THE_CALL = (
     "use_flash_attention",
     "use_flash",
-    "use_kascade",
     "use_splash_kernel",
-    "use_kvax",
     "attention_impl",
     "attn_implementation",
     "attention_backend",
@@ -68,7 +68,7 @@ def our_name(name: str) -> str | None:
     >>> our_name("use_flash_attention")
     'use_flash_attention is no fact of a model: the backend is given to the call, model(tokens, backend="auto")'
     """
-    if name in _OF_THE_CALL:
+    if name in _OF_THE_CALL or name.removeprefix("use_") in names():
         return f'{name} is no fact of a model: the backend is given to the call, model(tokens, backend="auto")'
     found = next((ours for ours, others in _OURS.items() if name in others), None)
     return _NONE.get(name) if found is None else f"{name} is called {found} here"

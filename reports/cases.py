@@ -14,7 +14,6 @@ _IN_TITLE = frozenset(
     {"kind", "name", "model", "batch", "sequence", "heads", "kv_heads", "head_dim", "value_head_dim", "dtype"}
 )
 _DEFAULTS = {"documents": 1, "kv_layout": "NHD", "seed": 0}  # values that change nothing and are left out
-_GENERATING = frozenset({"model_decode"})  # the kinds that use new_tokens
 
 
 def describe(kind: str, problem: Mapping[str, Any]) -> str:
@@ -26,13 +25,13 @@ def describe(kind: str, problem: Mapping[str, Any]) -> str:
     >>> describe("perplexity", {"model": "text", "sequence": 512, "sequences": 16, "dtype": "float32"})
     'model text, S 512, float32, sequences 16'
     """
-    sequence, heads = problem.get("sequence"), problem.get("heads")
+    phase, sequence, heads = kinds.phase_of(kind), problem.get("sequence"), problem.get("heads")
     head_dim, value_head_dim = problem.get("head_dim"), problem.get("value_head_dim")
-    query = 1 if kind == "op_decode" else sequence
+    query = 1 if phase == "token" else sequence
     parts = {
         f"model {PurePath(str(problem.get('model'))).name}": problem.get("model"),
         f"B {problem.get('batch')}": problem.get("batch"),
-        f"T {query}": sequence and kind.startswith("op_"),
+        f"T {query}": sequence and phase in ("forward", "forward and backward", "token"),
         f"S {sequence}": sequence,
         f"heads {heads}/{problem.get('kv_heads', heads)}": heads,
         f"D {head_dim}": head_dim,
@@ -40,7 +39,7 @@ def describe(kind: str, problem: Mapping[str, Any]) -> str:
         f"{problem.get('dtype')}": problem.get("dtype"),
     }
     words = [text for text, wanted in parts.items() if wanted]
-    in_title = _IN_TITLE if kind in _GENERATING else _IN_TITLE | {"new_tokens"}
+    in_title = _IN_TITLE if phase == "decode" else _IN_TITLE | {"new_tokens"}  # which other phases do not use
     others = {name: value for name, value in problem.items() if name not in in_title and _DEFAULTS.get(name) != value}
     return ", ".join(words + [_word(name, value) for name, value in others.items() if _is_on(value)])
 

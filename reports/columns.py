@@ -1,7 +1,7 @@
 """The columns of a measured cell, each declared once: its name, its header and unit, and how it is read.
 
-Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line of
-``_FIGURES`` and a field of the record.
+Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line of ``_FIGURES``, and one of
+``figures`` where it is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from attnsuite.suite.kinds import title_of
+from attnsuite.suite.kinds import phase_of, title_of
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell
@@ -34,12 +34,12 @@ EXACT = Column("exact", "exact", lambda cell: cell.record.exact)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """``field`` of a cell's speed, else of its record: seconds, bytes, rates, shares. A page shows it times ``scale``.
+    """``field`` of a cell's speed, of its record, or of the record's ``figures``: seconds, bytes, rates, shares.
 
-    ``header`` may hold ``{baseline}``, ``{phase}`` and ``{flops}``, which depend on the kind of case. Only cells of
-    ``kind`` have it, and only those with a speed, unless it is ``untimed``. With ``relative`` the baseline's own cell
-    shows :data:`BASELINE`. ``unit`` ends the name of the CSV file's column, where an interval has three: its value,
-    ``low`` and ``high``.
+    A page shows it times ``scale``. ``header`` may hold ``{baseline}``, ``{phase}``, ``{flops}``, which depend on the
+    kind of case. Only cells of a kind of this ``phase`` have it, and only with a speed, unless it is ``untimed``.
+    With ``relative`` the baseline's own cell shows :data:`BASELINE`. ``unit`` ends the name of the CSV file's column,
+    where an interval has three: its value, ``low`` and ``high``.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Figure:
     field: str
     scale: float = 1
     unit: str = ""
-    kind: str | None = None
+    phase: str = ""
     relative: bool = False
     untimed: bool = False
 
@@ -58,9 +58,11 @@ class Figure:
 
     def read(self, cell: Cell) -> Value:
         """The value, None where the cell has none."""
-        if (self.kind not in (None, cell.record.kind)) or (cell.speed is None and not self.untimed):
+        if self.phase not in ("", phase_of(cell.record.kind)) or (cell.speed is None and not self.untimed):
             return None
-        return getattr(cell.speed if hasattr(cell.speed, self.field) else cell.record, self.field)
+        if hasattr(cell.speed, self.field):
+            return getattr(cell.speed, self.field)
+        return getattr(cell.record, self.field, cell.record.figures.get(self.field))
 
     def on_page(self, cell: Cell) -> Value:
         """What a page shows."""
@@ -79,15 +81,15 @@ class Figure:
 _FIGURES = (
     Figure("median", "median (ms) [95% interval]", "times", "median", MILLI, "seconds"),
     Figure("time_over_standard", "time relative to {baseline} [95% interval]", "times", "ratio", relative=True),
-    Figure("ttft", "TTFT (ms) [95% interval]", "times", "step", MILLI, "seconds", "model_prefill"),
-    Figure("tpot", "TPOT (ms) [95% interval]", "times", "step", MILLI, "seconds", "model_decode"),
+    Figure("ttft", "TTFT (ms) [95% interval]", "times", "step", MILLI, "seconds", "prefill"),
+    Figure("tpot", "TPOT (ms) [95% interval]", "times", "step", MILLI, "seconds", "decode"),
     Figure("tokens_per_second", "{phase}tokens/s", "times", "tokens_rate"),
     Figure("samples", "samples", "times", "samples"),
     Figure("in_flight", "calls in flight (ms)", "times", "in_flight", MILLI, "seconds"),
     Figure("cached", "inputs in the L2 cache (ms)", "times", "cached", MILLI, "seconds"),
     Figure("flops_per_second", "{flops}", "rates", "flops_rate"),
     Figure("share_of_matmul_peak", "% of peak", "rates", "peak_share", 100),
-    Figure("share_of_read_rate", "% of read rate", "rates", "read_share", 100, kind="op_decode"),
+    Figure("share_of_read_rate", "% of read rate", "rates", "read_share", 100, phase="token"),
     Figure("kv_bytes_per_token", "KV cache (bytes per token)", "rates", "kv_bytes_per_token", untimed=True),
     Figure("lower_seconds", "trace and lower (s)", "rates", "lower_seconds"),
     Figure("compile_seconds", "compile (s)", "rates", "compile_seconds"),

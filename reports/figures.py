@@ -14,7 +14,6 @@ from .columns import BACKEND, BASELINE, CASE, EXACT, FIGURES, MODE, PROBLEM
 from .table import MIB, MILLI, Column, Table, scaled, table
 from .words import Value, code, escape, plural, shorten
 
-_PHASES = {"model_prefill": "prefill ", "model_decode": "decode "}
 MEMORY_METHODS: dict[str, str] = {
     "compiled_argument": "arguments, compiled (MiB)",
     "compiled_output": "output, compiled (MiB)",
@@ -102,7 +101,8 @@ def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
 def _speed_of_kind(kind: str, heading: str, timed: Sequence[Cell]) -> Iterator[Table]:
     rates = [cell.speed.flops_rate or 0.0 for cell in timed if cell.speed]
     unit, size = ("TFLOP/s", 1e12) if max(rates) >= 1e13 else ("GFLOP/s", 1e9)
-    words = {"baseline": kinds.kind_of(kind).baseline, "phase": _PHASES.get(kind, ""), "flops": unit}
+    phase = f"{kinds.phase_of(kind)} " if kinds.phase_of(kind) in ("prefill", "decode") else ""
+    words = {"baseline": kinds.kind_of(kind).baseline, "phase": phase, "flops": unit}
     figures = FIGURES | {"flops_per_second": dataclasses.replace(FIGURES["flops_per_second"], scale=1 / size)}
     times, others = (
         [figure.column(**words) for figure in figures.values() if figure.table == part] for part in ("times", "rates")

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from attnsuite.suite.kinds import title_of
+from attnsuite.suite.kinds import phase_of, title_of
 from attnsuite.suite.kinds.op_case import is_plain
 from attnsuite.suite.shown import shows_memory
 
 from .cells import Group, cells_of
+from .plot import PASSES
 from .table import Column, Table, table
 
-_KINDS = ("op_forward", "op_forward_backward")
 _FEWEST = 3
 _SHORTEST = 1024  # below, buffers of constant size distort the fit
 
@@ -24,7 +24,7 @@ def growth(groups: Sequence[Group]) -> Table | None:
     for cell in cells_of(groups):
         kind, problem, size = cell.record.kind, cell.record.problem, cell.record.memory.get("compiled_temp")
         length = problem.get("sequence")
-        plain = kind in _KINDS and is_plain(problem | {"causal": True})
+        plain = phase_of(kind) in PASSES and is_plain(problem | {"causal": True})
         if plain and size and shows_memory(cell.record) and type(length) is int and length >= _SHORTEST:
             shape = (f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "
                      f"{problem.get('dtype')}")  # fmt: skip

@@ -1,8 +1,8 @@
 """The table of one model: the loss and the cost of each backend, one row each.
 
-The figures of a row are from several cases of the same model: text (for Kascade the case with its controls), prefill
-and decoding. If the dense model is no better than a unigram model, no row shows a loss. If Kascade's control does not
-fail, Kascade's row shows none.
+The figures of a row are from several cases of the same model: text, prefill and decoding. The loss of a backend with an
+extension is from the extension's case, where its controls fail. If the dense model is no better than a unigram model,
+no row shows a loss.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from attnsuite.suite import statistics
-from attnsuite.suite.kinds.kascade import guide
-from attnsuite.suite.model_suite import NAME
+from attnsuite.suite.kinds import phase_of
+from attnsuite.suite.model_suite import NAME, model_suites
 from attnsuite.suite.shown import STANDARD, is_trusted
 
 from . import quality
 from .cells import Cell, Group, cells_of
 from .columns import FIGURES
-from .kascade import tables as kascade
+from .extension import pages
 from .table import MIB, MILLI, Column, Table, scaled, table
 from .words import Value
-
-KASCADE = "kascade"
 
 
 def model_table(groups: Sequence[Group]) -> Table | None:
     """The table; None for cells of another suite."""
-    members = [g for g in groups if all(cell.record.suite in (NAME, guide.NAME) for cell in g.cells)]
+    members = [g for g in groups if all(cell.record.suite in (NAME, *model_suites()) for cell in g.cells)]
     names = dict.fromkeys(
         cell.record.requested
         for cell in cells_of(members)
-        if cell.record.kind in ("perplexity", "model_prefill", "model_decode")
-        and (cell.record.status != "unsupported" or cell.record.requested == KASCADE)
+        if phase_of(cell.record.kind) in ("text", "prefill", "decode")
+        and (cell.record.status != "unsupported" or cell.record.requested in {page.backend for page in pages()})
     )
     rows = [row for name in sorted(names, key=lambda name: name != STANDARD) if (row := _row(name, members))]
     columns = (
@@ -59,29 +57,28 @@ def title(groups: Sequence[Group]) -> str:
 
 
 def _row(name: str, groups: Sequence[Group]) -> dict[str, Value]:
-    prefill, decode = _cell(name, "model_prefill", groups), _cell(name, "model_decode", groups)
+    prefill, decode = _cell(name, "prefill", groups), _cell(name, "decode", groups)
     row: dict[str, Value] = {"backend": name}
     if prefill is not None and prefill.speed and prefill.speed.step:
         row |= {"ttft": prefill.speed.step.value * MILLI, "prefill": prefill.speed.tokens_rate}
         row["memory"] = scaled(prefill.record.memory.get("compiled_temp"), 1 / MIB)
     if decode is not None and decode.speed and decode.speed.step:
         row |= {"tpot": decode.speed.step.value * MILLI, "decode": decode.speed.tokens_rate}
-        row["kv_bytes_per_token"] = decode.record.kv_bytes_per_token
+        row["kv_bytes_per_token"] = decode.record.figures.get("kv_bytes_per_token")
     row |= _loss(name, groups)
     ran = [cell for cell in (prefill, decode) if cell is not None]
     return row if len(row) > 1 or ran else {}
 
 
 def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
-    """Figures on text: from Kascade's own case for Kascade's row, else from the perplexity case."""
-    texts = [member for member in groups if member.kind == "perplexity"]
+    """Figures on text: from the case of the backend's extension, else from its case of text."""
+    texts: Sequence[Group] = [member for member in groups if phase_of(member.kind) == "text"]
     invalid = any(quality.validity(cell) == quality.INVALID for cell in cells_of(texts) if cell.record.quality)
-    own = [member for member in groups if member.kind == kascade.TEXT and member.problem.get("phase") == "prefill"]
-    if name == KASCADE and own:
-        why = kascade.withheld(own[0], ("random_tiles",))
-        if why is not None:
-            return {"exact": False, "reading": quality.INVALID if invalid else f"{kascade.WITHHELD}: {why}"}
-        texts = own
+    for page in pages():
+        if page.backend == name and (found := page.loss(groups)):
+            texts, withheld = found
+            if withheld is not None:
+                return {"exact": False, "reading": quality.INVALID if invalid else withheld}
     for cell in cells_of(texts):
         if cell.record.requested == name and is_trusted(cell.record) and cell.record.quality:
             return _figures(cell, invalid=invalid)
@@ -103,7 +100,8 @@ def _figures(cell: Cell, *, invalid: bool) -> dict[str, Value]:
     return row
 
 
-def _cell(name: str, kind: str, groups: Sequence[Group]) -> Cell | None:
+def _cell(name: str, phase: str, groups: Sequence[Group]) -> Cell | None:
     """The cell in which the backend itself ran; a fallback does not count."""
-    native = [cell for cell in cells_of(groups) if cell.record.kind == kind and cell.record.mode == "native"]
+    phases = [cell for cell in cells_of(groups) if phase_of(cell.record.kind) == phase]
+    native = [cell for cell in phases if cell.record.mode == "native"]
     return next((cell for cell in native if cell.record.requested == name), None)

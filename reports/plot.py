@@ -13,13 +13,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from attnsuite.suite.kinds import phase_of
 from attnsuite.suite.kinds.op_case import is_plain
 from attnsuite.suite.shown import baseline_of, matmul_peak
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group
 
-_KINDS = {"op_forward": "forward", "op_forward_backward": "forward and backward"}
+PASSES = ("forward", "forward and backward")  # of attention calls, that have a panel each
 _FEWEST = 3  # lengths that make a line
 _MOST_CASES = 30  # that one picture holds legibly
 _GIGA = 1e9
@@ -96,16 +97,21 @@ def against_standard(groups: Sequence[Group]) -> tuple[Picture, ...]:
 
 def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
     """The pictures of speed: one per head layout that was timed at three lengths or more."""
-    plain = [group for group in groups if group.kind in _KINDS and _is_plain(group)]
+    plain = [group for group in groups if phase_of(group.kind) in PASSES and _is_plain(group)]
     layouts = sorted({_layout(group) for group in plain})
     made = []
     for heads, kv_heads, dim in layouts:
         members = [group for group in plain if _layout(group) == (heads, kv_heads, dim)]
         panels = [
             panel
-            for kind in _KINDS
+            for phase in PASSES
             for dtype in ("float32", "bfloat16", "float16")
-            if (panel := _panel(kind, dtype, [g for g in members if (g.kind, g.problem.get("dtype")) == (kind, dtype)]))
+            if (
+                panel := _panel(
+                    f"{phase}, {dtype}",
+                    [g for g in members if (phase_of(g.kind), g.problem.get("dtype")) == (phase, dtype)],
+                )
+            )
         ]
         if panels:
             title = f"heads {heads}/{kv_heads}, D {dim}, causal"
@@ -241,7 +247,7 @@ def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:
     axis.grid(visible=True, which="both", linewidth=0.3)
 
 
-def _panel(kind: str, dtype: str, groups: Sequence[Group]) -> Panel | None:
+def _panel(title: str, groups: Sequence[Group]) -> Panel | None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for group in groups:
         for cell in group.cells:
@@ -251,7 +257,7 @@ def _panel(kind: str, dtype: str, groups: Sequence[Group]) -> Panel | None:
     if not kept:
         return None
     roof = matmul_peak(groups[0].cells[0].record)
-    return Panel(f"{_KINDS[kind]}, {dtype}", kept, None if roof is None else roof / _GIGA)
+    return Panel(title, kept, None if roof is None else roof / _GIGA)
 
 
 def _flops(cell: Cell) -> float | None:

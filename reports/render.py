@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from attnsuite.suite.files import check_directory, write_text
+from attnsuite.suite.kinds import kind_of, title_of
 
 from . import files, html, markdown, plot
 from .page import Page
-from .pages import compiled, conformance, curves, run, sharded, tuning
+from .pages import compiled, run
 from .read import ReportError, Run, load
 
 REPORT = "report.md"
 DETAILS = "details.md"
 HTML = "report.html"
-# Kinds of records whose page stands alone: their title, and the function of their files (name -> content).
-_ALONE = {
-    "conformance": ("what backends were held to", conformance.files),
-    "loss_curve": ("loss curves", curves.files),
-    "sharded": ("rows of sharded attention", sharded.files),
-    "tuning": ("what was tuned", tuning.files),
-}
 
 
 def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
@@ -34,8 +29,10 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
     folder = Path(run_dir) if out is None else Path(out)
     for directory, found in runs.items():
         if stands_alone(found) and (others or len({record.kind for record in found.records}) > 1):
-            sentence, _ = _ALONE[next(record.kind for record in found.records if record.kind in _ALONE)]
-            raise ReportError(f"{directory} holds {sentence}, whose page stands alone; give that directory by itself.")
+            title = next(title_of(record.kind) for record in found.records if kind_of(record.kind).page)
+            raise ReportError(
+                f"{directory} holds records of kind {title!r}, whose page stands alone; give it by itself."
+            )
     first = runs[run_dir]
     written = _alone(first, folder) if stands_alone(first) else _files(runs.values())
     check_directory(folder)
@@ -46,14 +43,14 @@ def render(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
 
 def stands_alone(found: Run) -> bool:
     """Whether the page of a run is Markdown alone, without other runs on it."""
-    return any(record.kind in _ALONE for record in found.records)
+    return any(kind_of(record.kind).page for record in found.records)
 
 
 def _alone(found: Run, folder: Path) -> dict[str, str]:
     """Name -> content, of a run whose page stands alone."""
-    title, make = _ALONE[found.records[0].kind]
-    made = make(found.records, folder)
-    return {**made, HTML: html.render(made[REPORT], title.capitalize(), made)}
+    kind = found.records[0].kind
+    made = importlib.import_module(f".pages.{kind_of(kind).page}", __package__).files(found.records, folder)
+    return {**made, HTML: html.render(made[REPORT], title_of(kind).capitalize(), made)}
 
 
 def _files(runs: Iterable[Run]) -> dict[str, str]:

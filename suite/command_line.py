@@ -28,7 +28,7 @@ from attnsuite import __version__
 
 from .errors import InputError
 from .verbs import FORMER, VERBS
-from .verbs.flags import BAD_INPUT, tell
+from .verbs.flags import BAD_INPUT, extended, tell
 
 _DESCRIPTION = "Which attention implementation, for your shapes, on your device: measured, and checked."
 _COMPLETION = "--tyro-print-completion"
@@ -63,7 +63,7 @@ def _act(words: list[str]) -> int:
         print(f"attnsuite {__version__}")  # noqa: T201
         return 0
     if words[0] == _COMPLETION:
-        kinds = {verb: _kind(verb) for verb in VERBS}
+        kinds = {verb: extended(_kind(verb), verb) for verb in VERBS}
         tyro.extras.subcommand_cli_from_dict(kinds, prog="attnsuite", description=_DESCRIPTION, args=words)
     verb, *rest = words
     if verb in FORMER:
@@ -73,8 +73,9 @@ def _act(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."
         raise InputError(f"{verb!r} is not a verb; {hint}")
     _check_values(verb, rest)
-    _check_guides_flags(_kind(verb), rest)
-    command = tyro.cli(_kind(verb), prog=f"attnsuite {verb}", args=rest)
+    kind = extended(_kind(verb), verb, rest)
+    _check_guides_flags(kind, rest)
+    command = tyro.cli(kind, prog=f"attnsuite {verb}", args=rest)
     return _module(verb).run(command)
 
 
@@ -91,7 +92,7 @@ _GUIDES_FLAGS = {
     "device": "JAX_PLATFORMS=cpu, cuda or tpu, or --targets NAMES of compile for a device that is not here",
     "preset": "--model NAME, or --model DIR for a checkpoint",
     "use-lora": "--lora-rank N of train",
-    "use-splash-kernel": "--backends splash, or for Kascade --options kernel=pallas",
+    "use-splash-kernel": "--backends splash, or --options kernel=pallas",
     "weights-dir": "--model DIR",
 }
 

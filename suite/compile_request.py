@@ -59,7 +59,7 @@ COMPILE = Suite(
     ),
 )
 
-COMPILED_KERNELS = ("xla", "pallas")  # of Kascade; its native kernels are for the processor at hand
+COMPILED_KERNELS = ("xla", "pallas")  # native kernels are for the processor at hand
 _PHASES: dict[str, Any] = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _DEFAULT_LENGTH = "2048"
 _BATCH = "batch"  # the word of --longest that asks for the largest batch

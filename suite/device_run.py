@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attnsuite.backends import names
-
 from .doctor import examine_here
 from .errors import InputError
 from .grid.run import RunGrid, check_idle, new_request, resumed_request
@@ -95,11 +93,11 @@ def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> Devic
 def _taken(found: dict, platform: str) -> list[str]:
     """The backends to run, the one that matters most here first. Raises InputError."""
     if platform == "cpu":
-        return [name for name in names() if name not in DEVICE.left_out]
+        return [*DEVICE.backends()]
     native = [
         backend["name"]
         for backend in found["backends"]
-        if backend["name"] not in DEVICE.left_out
+        if backend["name"] in DEVICE.backends()
         and any(problem["mode"] == "native" for problem in backend["problems"].values())
     ]
     if not native:

@@ -26,8 +26,7 @@ from attnsuite.backends import BackendUnavailableError
 from attnsuite.models import generate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds.kascade.kept import kept_of
-from attnsuite.suite.kinds.kascade.schedules import ScheduleWords
+from attnsuite.suite.kinds.model_program import kept_of
 from attnsuite.suite.measure.text import reader_of
 from attnsuite.suite.named_model import checkpoint_of, model_of
 from attnsuite.suite.names import parse_options
@@ -65,11 +64,11 @@ class SuiteLM(TemplateLM):
 
     ``model`` is ``text`` (the checkpoint that ships) or a checkpoint's directory. ``options`` are the backend's, as
     ``top_k=0.25;min_keys=0``. ``calibration``, ``schedule``, ``anchors``, ``threshold`` and ``max_reuse_dist`` are for
-    ``backend=kascade`` and mean what they mean in ``attnsuite perplexity``; layers in ``anchors`` are separated by
-    ``;``. ``max_length`` is the longest input in tokens (default: the configuration's), what is generated included.
-    ``truncation_side`` says what a prompt that is too long loses before text is generated: its beginning (``left``), or
-    its ``middle``, as in LongBench. ``seed`` is for sampled text. ``enable_thinking`` is given to the checkpoint's chat
-    template.
+    a backend whose layers select keys, and mean what they mean in ``attnsuite perplexity``; layers in ``anchors`` are
+    separated by ``;``. ``max_length`` is the longest input in tokens (default: the configuration's), what is generated
+    included. ``truncation_side`` says what a prompt that is too long loses before text is generated: its beginning
+    (``left``), or its ``middle``, as in LongBench. ``seed`` is for sampled text. ``enable_thinking`` is given to the
+    checkpoint's chat template.
 
     The backend that is named runs, or the evaluation ends with the reasons why not: nothing falls back. Every text
     begins with the tokens that the checkpoint's tokenizer puts there. A byte-level model has none: a new line stands
@@ -88,8 +87,8 @@ class SuiteLM(TemplateLM):
         calibration: str | None = None,
         schedule: str | None = None,
         anchors: str | int = "",
-        threshold: float = 0.65,
-        max_reuse_dist: int = 4,
+        threshold: float | None = None,
+        max_reuse_dist: int | None = None,
         dtype: str | None = None,
         max_length: int | None = None,
         truncation_side: str = "left",
@@ -113,20 +112,17 @@ class SuiteLM(TemplateLM):
             self._model = model_of(str(directory), "model", **overrides)
             self._reader = reader_of(str(directory), self._model.config)
             self._ends = _end_tokens(directory)
-        words = ScheduleWords(
-            schedule=schedule or "dp",
-            anchors=str(anchors).replace(";", ","),
-            threshold=threshold,
-            max_reuse_dist=max_reuse_dist,
-        )
-        asked = schedule is not None or calibration is not None
-        if not asked and words != ScheduleWords():
-            raise InputError("anchors, threshold and max_reuse_dist are about a schedule; add schedule=NAME.")
+        given = {
+            "calibration": calibration,
+            "schedule": schedule,
+            "anchors": str(anchors).replace(";", ",") or None,
+            "threshold": threshold,
+            "max_reuse_dist": max_reuse_dist,
+        }
         backend_options, self.notes = options_of(
             backend,
             parse_options(options.replace(";", ",")),
-            None if calibration is None else Path(calibration),
-            words if asked else None,
+            {name: value for name, value in given.items() if value is not None},
             self._model,
         )
         self._attention: dict[str, Any] = {
@@ -206,7 +202,7 @@ class SuiteLM(TemplateLM):
         return found
 
     def _log_kept(self, length: int, *, decoding: bool = False) -> None:
-        """Log what Kascade keeps of a text of ``length`` tokens, and DENSE where it keeps all; once per length.
+        """Log what is kept of a text of ``length`` tokens, and DENSE where all is kept; once per length.
 
         With ``decoding`` also what it keeps in a step behind so many tokens.
         """

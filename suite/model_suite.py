@@ -1,7 +1,7 @@
 """The suite of ``attnsuite run --model NAME``: every backend in one model, measured for quality and for speed.
 
-Cases on text show what a backend loses; prefill and decode cases show what it costs. If Kascade is asked for, cases
-with its controls are added. The cases name the checkpoint; :class:`ModelSuiteWords` gives lengths and counts.
+Cases on text show what a backend loses; prefill and decode cases show what it costs. A backend with an extension adds
+its own cases, where it is asked for. The cases name the checkpoint; :class:`ModelSuiteFlags` gives lengths and counts.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ from typing import Any
 
 from .cell import Case
 from .errors import InputError
-from .kinds import make_case
-from .kinds.kascade import guide
-from .kinds.kascade.selection import SelectionCase
+from .kinds import extensions, make_case
+from .kinds.extension import Extension
 from .kinds.kind import Dtype, Least
 from .suites import Suite
 from .typed import Count
 
 NAME = "checkpoint"  # the suite's name in records
-TOP_K, TILE_SIZE = 0.125, 16
 SEQUENCES = 12  # the same for every row, so that their perplexities compare
-# Rows that stand beside Kascade's on a text: dense, the best possible selection, and controls that have to fail.
-ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSuiteWords:
+class ModelSuiteFlags:
     """The flags of the command line: the checkpoint, and sizes that replace the suite's.
 
-    With ``guide`` the suite is ``kascade-guide`` (``kinds/kascade/guide.py``).
+    ``suite`` is the suite that an extension makes for a checkpoint (``Extension.model_suite``), if it was asked for.
     """
 
     model: str
-    guide: bool = False
+    suite: str = ""
     sequence: Least = 512
     batch: Count = 1
     new_tokens: Count = 32
@@ -45,54 +41,49 @@ class ModelSuiteWords:
         from .named_model import absolute  # noqa: PLC0415 (flax)
 
         found = dataclasses.asdict(self) | {"model": absolute(self.model)}
-        return {name: value for name, value in found.items() if name != "guide" or value}
+        return {name: value for name, value in found.items() if name != "suite" or value}
 
 
-def model_suite(words: ModelSuiteWords, *, kascade: bool) -> Suite:
-    """The cases of a checkpoint. Raises InputError for an unknown name, and for a checkpoint that cannot be read."""
+def model_suites() -> dict[str, Extension]:
+    """The suites that extensions make for a checkpoint, by name."""
+    return {found.model_suite: found for found in extensions().values() if found.model_suite}
+
+
+def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
+    """The cases of a checkpoint, with those of the extensions of ``backends``.
+
+    Raises InputError for an unknown name, and for a checkpoint that cannot be read.
+    """
     from attnsuite.models.checkpoint import read_config  # noqa: PLC0415 (flax)
 
     from .named_model import absolute, checkpoint_of  # noqa: PLC0415 (flax)
 
-    with checkpoint_of(words.model) as directory:
+    with checkpoint_of(flags.model) as directory:
         try:
             config = read_config(directory)
         except ValueError as error:
-            raise InputError(f"--model {words.model!r}: {error}") from error
-    model, anchors = absolute(words.model), max(2, config.num_layers // 4)
-    shared: dict[str, Any] = {"model": model, "sequence": words.sequence}
-    timed = shared | {
-        "dtype": words.dtype or config.dtype,
-        "batch": words.batch,
-        "ragged": words.batch > 1,
-        **({"top_k": TOP_K, "tile_size": TILE_SIZE, "anchors": anchors} if kascade else {}),
-    }
+            raise InputError(f"--model {flags.model!r}: {error}") from error
+    added = [model_suites()[flags.suite]] if flags.suite else _added(backends)
+    shared: dict[str, Any] = {"model": absolute(flags.model), "sequence": flags.sequence}
+    of_text = shared | {"sequences": SEQUENCES}
+    dtype = flags.dtype or config.dtype
+    timed = shared | {"dtype": dtype, "batch": flags.batch, "ragged": flags.batch > 1}
+    for extension in added:
+        timed |= extension.model_sizes(config)
     cases: list[Case] = [
-        make_case({"kind": "perplexity", **shared, "sequences": SEQUENCES, "dtype": timed["dtype"]}),
+        make_case({"kind": "perplexity", **of_text, "dtype": dtype}),
         make_case({"kind": "model_prefill", **timed}),
-        make_case({"kind": "model_decode", "new_tokens": words.new_tokens, **timed}),
+        make_case({"kind": "model_decode", "new_tokens": flags.new_tokens, **timed}),
     ]
-    if words.guide:
-        if set(config.layer_types) != {"global"}:
-            others = ", ".join(sorted(set(config.layer_types) - {"global"}))
-            raise InputError(
-                f"--model {words.model!r} has layers of type {others}; --suite {guide.NAME} is for models "
-                "whose layers all see the whole context before them."
-            )
-        return Suite(guide.NAME, (*cases, *guide.guide_cases(config, SEQUENCES, shared)))
-    if kascade and set(config.layer_types) == {"global"}:
-        chosen: dict[str, Any] = {
-            "top_k": TOP_K,
-            "tile_size": TILE_SIZE,
-            "anchors": str(anchors),
-            "sequences": SEQUENCES,
-        }
-        cases += [
-            SelectionCase(kind="kascade_text", phase=phase, **shared, **chosen) for phase in ("prefill", "decode")
-        ]
-    return Suite(NAME, tuple(cases))
+    for extension in added:
+        cases += extension.model_cases(config, of_text, flags.suite)
+    return Suite(flags.suite or NAME, tuple(cases))
 
 
 def rows(asked: Sequence[str]) -> tuple[str, ...]:
-    """The rows of the suite: the backends that are asked for, and if Kascade is one of them, the rows beside it."""
-    return tuple(dict.fromkeys([*asked, *(ROWS if "kascade" in asked else ())]))
+    """The rows of the suite: the backends that are asked for, and the rows that their extensions have beside them."""
+    return tuple(dict.fromkeys([*asked, *(row for extension in _added(asked) for row in extension.rows)]))
+
+
+def _added(backends: Sequence[str]) -> list[Extension]:
+    return [extension for name, extension in extensions().items() if name in backends]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -28,6 +28,15 @@ def names_of(text: str, flag: str) -> list[str]:
     if not found:
         raise InputError(f"{flag} is empty; give names separated by commas, or leave it out.")
     return found
+
+
+def spelled(names: Iterable[str], between: str = ", ") -> str:
+    """Fields as the flags of the command line, for a sentence.
+
+    >>> spelled(["top_k", "anchors"])
+    '--top-k, --anchors'
+    """
+    return between.join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def known_backend(name: str, peers: Collection[str] = ()) -> str:

@@ -165,7 +165,7 @@ class Measured:
     bytes_moved: Real | None = None  # by formula: every input read once and every output written once
     tokens: Size | None = None  # tokens that one sample processes, padding left out, for tokens per second
     steps: Size | None = None  # passes of a model in a sample, one after the other: 1 to the first token, 1 for each
-    kv_bytes_per_token: Size | None = None  # what a model's cache keeps of one token, all layers together
+    figures: dict[str, Size | Real] = dataclasses.field(default_factory=dict)  # others, by name
     memory: dict[str, Size | None] = dataclasses.field(default_factory=dict)
     # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
     # in mode compile also compiled_alias, compiled_peak, compiled_generated_code
@@ -225,14 +225,21 @@ class Record(Measured):
             if isinstance(data, dict) and data.get("schema") != SCHEMA_VERSION:
                 found = typed.given(data.get("schema"))
                 raise RecordError(f"schema = {found}; this version reads schema {SCHEMA_VERSION}")
-            return typed.convert(_with_kv_layout(data), Record)
+            return typed.convert(_as_now(data), Record)
         except ValueError as error:
             raise RecordError(str(error)) from error
 
 
-def _with_kv_layout(data: Any) -> Any:
-    """The fields of a record; those of before ``kv_layout`` decoded from keys and values with the heads first."""
-    problem = data.get("problem") if isinstance(data, dict) else None
+def _as_now(data: Any) -> Any:
+    """The fields of a record, also as earlier versions wrote it.
+
+    Before ``kv_layout``, decode steps read keys and values with the heads first. The bytes of a cache had a field.
+    """
+    if not isinstance(data, dict):
+        return data
+    if (size := data.pop("kv_bytes_per_token", None)) is not None:
+        data["figures"] = {"kv_bytes_per_token": size}
+    problem = data.get("problem")
     if not isinstance(problem, dict) or not str(problem.get("kind")).startswith("op_") or "kv_layout" in problem:
         return data
     return {**data, "problem": {**problem, "kv_layout": "HND" if problem["kind"] == "op_decode" else "NHD"}}

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 from . import files, typed
 from .errors import InputError
-from .kinds import checked
+from .kinds import checked, extensions
 from .record import Record, RecordError
 from .typed import Scalar, Size
 
@@ -179,10 +179,11 @@ class Manifest:
     """The identity of a run: it can be resumed only where all fields but ``file`` are the same.
 
     ``verb`` is what listed the cells: run, compile, tune, or a suite of ``attnsuite run`` that lists its own. ``asked``
-    holds the flags of the command line that say what is computed. Of ``run``: ``kascade`` and ``checkpoint`` are the
-    flags that the cases were made with, ``file`` is the path of the suite's file as it was given, ``cells`` the number
-    of cells of all cases, and ``shard`` is ``i/n`` where the cases are the i-th of n parts of those that were asked
-    for. Of ``compile``: ``targets``, the cases of ``searches``, and the ``command``.
+    holds the flags of the command line that say what is computed, of ``run`` those of extensions. Of ``run``:
+    ``checkpoint`` holds the flags about a checkpoint that the cases were made with, ``file`` is the path of the suite's
+    file as it was given, ``cells`` the number of cells of all cases, and ``shard`` is ``i/n`` where the cases are the
+    i-th of n parts of those that were asked for. Of ``compile``: ``targets``, the cases of ``searches``, and the
+    ``command``.
     """
 
     verb: str = "run"
@@ -197,7 +198,6 @@ class Manifest:
     backends: tuple[str, ...] = ()
     text: TextIdentity | None = None
     all_cores: bool = False
-    kascade: dict[str, Scalar] = dataclasses.field(default_factory=dict)
     checkpoint: dict[str, Scalar] | None = None
     file: str | None = None
     shard: str | None = None
@@ -215,13 +215,23 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         data = typed.read_json(path)
-        if isinstance(data, dict) and "verb" not in data and "targets" in data:  # as earlier versions wrote them
-            data = {"verb": "compile", **_NO_MACHINE, **data}
-        elif isinstance(data, dict) and "verb" in data and "suite" not in data:
-            data = {"suite": data["verb"], **data}
-        return typed.convert(data, Manifest)
+        return typed.convert(_converted(data) if isinstance(data, dict) else data, Manifest)
     except ValueError as error:
         raise InputError(f"{path} is damaged or of another version: {error}.") from error
+
+
+def _converted(data: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as earlier versions wrote it, in the form of this one."""
+    if "verb" not in data and "targets" in data:
+        data = {"verb": "compile", **_NO_MACHINE, **data}
+    elif "verb" in data and "suite" not in data:
+        data = {"suite": data["verb"], **data}
+    for name in extensions().keys() & data.keys():  # the flags of an extension, under its name
+        data["asked"] = data.get("asked", {}) | data.pop(name)
+    checkpoint = data.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.pop("guide", False):
+        checkpoint["suite"] = data["suite"]
+    return data
 
 
 def read_record(line: bytes) -> Record:

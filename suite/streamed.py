@@ -18,20 +18,21 @@ import jax
 import numpy as np
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
+from attnsuite.backends.contract import Kept, SelectsKeys
 from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
-from attnsuite.models.kascade.calibration import load as load_calibration
 from attnsuite.models.parameters import count_parameters
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
 
 from .cell import Cell, Outcome
 from .errors import InputError
 from .grid.running import now, record_of
-from .kinds.kascade.kept import Kept, kept_of
-from .kinds.kascade.schedules import ScheduleWords
+from .kinds import extensions
+from .kinds.model_program import kept_of
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
+from .names import spelled
 from .record import Record
 from .statistics import paired_difference
 from .store import RECORDS, RunStore
@@ -45,8 +46,8 @@ class StreamRequest:
     """What to measure.
 
     ``model`` is ``text`` (the checkpoint that ships) or a directory. ``text`` is a file, or None for the text that
-    ships; with ``random_tokens`` no text is read. ``schedule`` is None if none was asked for. ``against`` is a backend
-    that computes the same tokens, for a paired difference.
+    ships; with ``random_tokens`` no text is read. ``flags`` are those of the backend's extension. ``against`` is a
+    backend that computes the same tokens, for a paired difference.
     """
 
     model: str
@@ -58,8 +59,7 @@ class StreamRequest:
     backend: str
     dtype: str | None
     options: Mapping[str, Any]
-    calibration: Path | None
-    schedule: ScheduleWords | None
+    flags: Mapping[str, Any]
     against: str | None
     out: Path
 
@@ -187,7 +187,7 @@ def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, fl
 def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     """The attention, resolved and planned once before anything is measured, so that a refusal comes first."""
     config, length = checkpoint.config, request.sequence - 1
-    options, sources = options_of(request.backend, request.options, request.calibration, request.schedule, checkpoint)
+    options, sources = options_of(request.backend, request.options, request.flags, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendFallbackWarning)  # said below
         resolutions = resolve_attention(
@@ -210,7 +210,7 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
             continue
         plan = found.plan(Layout(), dict(freeze_options(options)))
         lines += [f"note: {note}" for note in plan.notes]
-        if not found.backend.exact and found.backend.name != "kascade":
+        if not found.backend.exact and not isinstance(found.backend, SelectsKeys):
             lines.append(f"kept: {found.backend.name} is approximate and does not say what it keeps")
     kept = kept_of(resolutions, options, config)
     lines += [line for one in kept for line in one.lines] + list(sources if kept else ())
@@ -218,37 +218,21 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
 
 
 def options_of(
-    backend: str,
-    options: Mapping[str, Any],
-    calibration: Path | None,
-    words: ScheduleWords | None,
-    checkpoint: Checkpoint | Transformer,
+    backend: str, options: Mapping[str, Any], flags: Mapping[str, Any], model: Checkpoint | Transformer
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The backend's options, with the schedule and the calibration's settings; and notes on where they come from.
+    """The backend's options, with what the flags of its extension say; and notes on where they come from.
 
-    Raises InputError for a schedule or a calibration of another backend than Kascade, and for a schedule that does not
-    fit the model.
+    Raises InputError for flags of another backend, and for flags that do not fit the model.
     """
-    given, config = dict(options), checkpoint.config
-    if words is None and calibration is None:
-        return given, ()
-    if backend != "kascade":
-        raise InputError(f"--calibration and --schedule are for --backend kascade, not {backend}.")
-    words = words or ScheduleWords()
-    words.check(config.num_layers, config.kv_heads)
-    if calibration is None:
-        schedule = words.uncalibrated(config.num_layers, config.kv_heads)
-        return {**given, "schedule": schedule}, (
-            "calibration: none; each KV head reuses the selection of its own number",
+    if not flags:
+        return dict(options), ()
+    extension = extensions().get(backend)
+    if extension is None:
+        raise InputError(
+            f"--backend {backend} does not take {spelled(flags)}; leave that out, or use --backend "
+            f"{' or '.join(extensions())}."
         )
-    measured = load_calibration(calibration, checkpoint)
-    changed = [
-        f"{name}={given[name]} (calibrated with {value})"
-        for name, value in measured.settings.items()
-        if name in given and given[name] != value
-    ]
-    source = f"calibration: {calibration}" + (f"; measured here with {', '.join(changed)}" if changed else "")
-    return {**measured.settings, **given, "schedule": words.made(measured)}, (source,)
+    return extension.model_options(options, flags, model)
 
 
 def _judged(

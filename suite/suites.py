@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnsuite.backends import names, registry
 from attnsuite.sentences import nearest
 
 from .cell import Case
 from .errors import InputError
+from .kinds import extensions
 from .kinds.attention import OpCase
 from .kinds.cache import CacheCase
 from .kinds.caller import CallerCase
-from .kinds.kascade import suites as kascade
 from .kinds.model import ModelCase
 from .kinds.retrieval import RetrievalCase
 from .kinds.serving import ServingCase
@@ -34,24 +35,29 @@ C = TypeVar("C", bound=Case)
 class Suite:
     """A name and the cases under it; the names of the cases are unique.
 
-    ``peers`` are measured beside the backends, the backends ``left_out`` only where they are asked for. With
-    ``all_cores`` each backend on a CPU is also measured with one device per core.
+    ``peers`` are measured beside the backends. With ``exact_only`` approximate backends are measured only where they
+    are asked for: without calibration and controls, which their own suites have, their rows show what nobody would use.
+    With ``all_cores`` each backend on a CPU is also measured with one device per core.
     """
 
     name: str
     cases: tuple[Case, ...]
     peers: tuple[str, ...] = ()
     all_cores: bool = False
-    left_out: tuple[str, ...] = ()
+    exact_only: bool = False
 
     def __post_init__(self) -> None:
         check_peers(self.peers)
-        names = [case.name for case in self.cases]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        found = [case.name for case in self.cases]
+        twice = sorted({name for name in found if found.count(name) > 1})
         if twice:
             raise InputError(f"suite {self.name} has two cases named {', '.join(twice)}; give each its own name.")
         if not self.cases:
             raise InputError(f"suite {self.name} has no cases; add a [[case]] table.")
+
+    def backends(self) -> tuple[str, ...]:
+        """The backends that are measured unless others are asked for."""
+        return tuple(name for name in names() if registry.get(name).exact or not self.exact_only)
 
 
 QUICK = Suite(
@@ -72,9 +78,7 @@ QUICK = Suite(
         TextCase(sequence=512, sequences=16),
         RetrievalCase(sequence=1024, prompts=4),
     ),
-    left_out=(
-        "kascade",
-    ),  # without calibration and controls its rows show what nobody would use; the suite kascade does
+    exact_only=True,
 )
 
 _LONG: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
@@ -95,7 +99,7 @@ DEVICE = Suite(
         ),
         *(case for case in QUICK.cases if not isinstance(case, OpCase)),
     ),
-    left_out=QUICK.left_out,
+    exact_only=True,
 )
 
 FULL = Suite(
@@ -197,7 +201,7 @@ CPU_SPEED = Suite(
 )
 
 # What a model loses in a cache of fewer bits, and continuous batching: two minutes on 2 cores.
-SERVING = Suite("serving", (CacheCase(), ServingCase()), left_out=("kascade",))
+SERVING = Suite("serving", (CacheCase(), ServingCase()), exact_only=True)
 
 _STEP: dict[str, Any] = {"sequence": 8192, "query_length": 1}
 
@@ -227,8 +231,8 @@ CALLER = Suite(
     ),
 )
 
-_OF_KASCADE = (Suite(name, **fields) for name, fields in kascade.SUITES.items())
-SUITES = {suite.name: suite for suite in (QUICK, DEVICE, FULL, CPU_SPEED, CALLER, *_OF_KASCADE, SERVING)}
+_ADDED = (Suite(name, **fields) for added in extensions().values() for name, fields in added.suites.items())
+SUITES = {suite.name: suite for suite in (QUICK, DEVICE, FULL, CPU_SPEED, CALLER, *_ADDED, SERVING)}
 
 
 def find_suite(name: str) -> Suite:
@@ -247,10 +251,10 @@ def find_suite(name: str) -> Suite:
 
 def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
     """The cases whose name matches any of the glob patterns. Raises InputError for a pattern that matches none."""
-    names = [case.name for case in cases]
+    known = [case.name for case in cases]
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(names)}.{nearest(pattern, names)}")
+        if not fnmatch.filter(known, pattern):
+            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(known)}.{nearest(pattern, known)}")
     return tuple(case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns))
 
 

@@ -24,8 +24,8 @@ def record_line(record: Record) -> Text:
         line.append(f"  recall {record.quality['recall']:.3f}")
     elif "bits_per_byte" in record.quality:
         line.append(f"  {record.quality['bits_per_byte']:.4f} bits/byte, KL {record.quality['kl_mean']:.1e}")
-    if record.kind == "loss_curve" and record.facts is not None and record.facts.losses:
-        first, last = (math.nan if loss is None else loss for loss in (record.facts.losses[0], record.facts.losses[-1]))
+    if losses := getattr(record.facts, "losses", ()):
+        first, last = (math.nan if loss is None else loss for loss in (losses[0], losses[-1]))
         line.append(f"  {first:.3f} -> {last:.6f} nats")
     if "target_memory" in record.environment:  # compiled for a device that is not here
         line.append(f" / {record.target}")

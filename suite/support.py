@@ -105,7 +105,7 @@ def support_table(names: tuple[str, ...] | None = None) -> str:
 def _keeps_nan_out(name: str) -> str:
     """Measured, where the kernel can be executed here: behind the lengths, in padding and in other documents."""
     if name in checks.ISOLATING:
-        return "cpu" if name == "kascade" else _targets(name, BASE)
+        return "cpu" if name in checks.ISOLATING_ON_CPUS else _targets(name, BASE)
     return "no" if name in checks.LETS_NAN_IN else "not measured"
 
 

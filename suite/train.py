@@ -126,7 +126,8 @@ def open_training(request: TrainRequest) -> Training:
                 f"--model {request.model} has a vocabulary of {config.vocab_size}; training reads text as bytes, "
                 f"which needs one of {_BYTES}."
             )
-        options, _ = options_of(request.backend, request.options, request.calibration, None, model)
+        flags = {} if request.calibration is None else {"calibration": request.calibration}
+        options, _ = options_of(request.backend, request.options, flags, model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PolicyNotUsedWarning)  # execute says it
             resolutions = resolve_attention(

@@ -1,6 +1,7 @@
 """docs/how-to/coming-from.md: every name on our side exists, and every name that the guides are known for is there."""
 
 import configparser
+import dataclasses
 import importlib
 import re
 import shlex
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnsuite.suite.verbs import VERBS
+from attnsuite.suite.verbs.flags import extended
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "how-to" / "coming-from.md").read_text(encoding="utf-8")
@@ -39,12 +41,8 @@ def command_exists(words):
     verb, *rest = shlex.split(words)
     if verb not in VERBS:
         return False
-    fields = {
-        field
-        for command in vars(importlib.import_module(f"attnsuite.suite.verbs.{verb}")).values()
-        if isinstance(command, type) and command.__module__.endswith(f"verbs.{verb}")
-        for field in getattr(command, "__dataclass_fields__", ())
-    }
+    kind = getattr(importlib.import_module(f"attnsuite.suite.verbs.{verb}"), verb.capitalize())
+    fields = {field.name for field in dataclasses.fields(extended(kind, verb))}
     return {word[2:].replace("-", "_") for word in rest if word.startswith("--")} <= fields
 
 

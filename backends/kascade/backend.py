@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from .. import tuned
-from ..contract import AttentionSpec, Carry, Layout, Plan
+from ..contract import AttentionSpec, Carry, Kept, Layout, Plan
 from ..dealing import MeshAxes
 from ..derivatives import forward_only
 from ..devices import Target
@@ -27,6 +27,7 @@ from ..resolve import resolve
 from . import steps, tuning, xla
 from .backward import Attend, differentiable
 from .cost import runs_dense
+from .kept import kept
 from .kernels import Kernels
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, with_own
@@ -98,6 +99,10 @@ class Kascade:
         """One layer that selects and one that reuses its selection. Other backends compute dense layers."""
         schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
         return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
+
+    def keeps(self, spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int) -> Kept:
+        """The roles of the layers, and the share of the causal pairs of each. Raises ValueError for wrong options."""
+        return kept(spec, options, layers, num_layers)
 
     @property
     def exact_options(self) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attnsuite.suite import statistics
+from attnsuite.suite.kinds import phase_of
 from attnsuite.suite.kinds.kascade.guide import LENGTHS, NAME
 from attnsuite.suite.kinds.kascade.methods import KERNELS
 from attnsuite.suite.record import Record
@@ -89,7 +90,7 @@ def _time(members: dict[str, Group], length: int) -> str:
 
 def _first_token(members: dict[str, Group]) -> str:
     """Times of the model's prefill relative to its fastest exact backend."""
-    group = next((group for group in members.values() if group.kind == "model_prefill"), None)
+    group = next((group for group in members.values() if phase_of(group.kind) == "prefill"), None)
     timed = [cell for cell in (group.cells if group else ()) if cell.speed]
     best = min((x for x in timed if x.record.exact), key=lambda x: x.speed.median.value if x.speed else 0, default=None)
     if best is None:

@@ -1,4 +1,4 @@
-"""The sections of a run's page about Kascade, each of Kascade's own cases; none where it has no content."""
+"""Kascade on the page of a run: the sections of its own cases, each none where it has no content."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from attnsuite.suite.kinds.kascade.methods import METHODS
 
 from ..cells import Group
+from ..extension import ExtensionPage
 from ..page import Section
 from ..words import code, escape
 from . import guide, tables
@@ -65,3 +66,23 @@ def speed(own: Sequence[Group]) -> Iterator[Section]:
             "with everything selected. DENSE: the row decided by itself not to run sparse."
         )
         yield Section("kascade_speed", "Speed of whole stacks", (intro,), tables=made, short=True)
+
+
+def loss(groups: Sequence[Group]) -> tuple[Sequence[Group], str | None] | None:
+    """The prefill cases on text, withheld where random tiles do not fail."""
+    own = [member for member in groups if member.kind == tables.TEXT and member.problem.get("phase") == "prefill"]
+    if not own:
+        return None
+    why = tables.withheld(own[0], tables.BLIND)
+    return own, None if why is None else f"{tables.WITHHELD}: {why}"
+
+
+PAGE = ExtensionPage(
+    backend="kascade",
+    is_own=tables.is_kascade,
+    opening=(guides,),
+    parts=(gate, quality, speed),
+    sentences=tables.sentences,
+    loss=loss,
+    loss_note="Kascade's losses are those of its own case, beside its controls.",
+)

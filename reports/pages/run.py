@@ -25,8 +25,7 @@ from .. import (
     winners,
 )
 from ..cells import Cell, Group, cells_of, group
-from ..kascade import page as of_kascade
-from ..kascade import tables as kascade
+from ..extension import ExtensionPage, pages
 from ..page import Page, Section, section
 from ..read import Run
 from ..words import code, command_line, escape, plural
@@ -71,8 +70,8 @@ def build(run: Run) -> tuple[Page, ...]:
 class Shown:
     """The content of a page's sections.
 
-    ``own`` are Kascade's cases, whose rows are methods of one backend. They have tables of their own, so the general
-    tables show only ``groups``. ``numbers`` are those of the reasons.
+    The cases of extensions have tables of their own, so the general tables show only ``groups``. ``numbers`` are those
+    of the reasons.
     """
 
     device: str
@@ -84,13 +83,13 @@ class Shown:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The cases without Kascade's own."""
-        return tuple(member for member in self.every if not kascade.is_kascade(member))
+        """The cases that are no extension's."""
+        return tuple(member for member in self.every if not any(page.is_own(member) for page in pages()))
 
     @property
-    def own(self) -> tuple[Group, ...]:
-        """Kascade's own cases."""
-        return tuple(member for member in self.every if kascade.is_kascade(member))
+    def added(self) -> tuple[tuple[ExtensionPage, tuple[Group, ...]], ...]:
+        """Each extension, and its cases."""
+        return tuple((page, tuple(filter(page.is_own, self.every))) for page in pages())
 
     @property
     def suites(self) -> str:
@@ -125,7 +124,8 @@ def use_this(shown: Shown) -> Iterator[Section]:
 def in_short(shown: Shown) -> Iterator[Section]:
     """The number of cells by status, warnings, and what approximate backends lose."""
     cells = cells_of(shown.every)
-    sentences = (*reading.model_quality(shown.groups), *kascade.sentences(shown.own))
+    added = [sentence for page, own in shown.added for sentence in page.sentences(own)]
+    sentences = (*reading.model_quality(shown.groups), *added)
     opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(shown, cells)))
     yield Section("in_short", "In short", opening, sentences, short=True)
 
@@ -160,16 +160,16 @@ def refused(shown: Shown) -> Iterator[Section]:
 
 def requested_and_run(shown: Shown) -> Iterator[Section]:
     """The backend asked for, the one that ran, and why."""
-    made = figures.requested_and_run((*shown.groups, *_unlike(shown.own)), shown.numbers)
+    made = figures.requested_and_run((*shown.groups, *_unlike(shown)), shown.numbers)
     intro = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
     yield Section(
         "requested_and_run", "Requested and run", intro, tables=(made,), folded=plural(len(made.rows), "cell")
     )
 
 
-def _unlike(groups: Sequence[Group]) -> Iterator[Group]:
-    """Kascade's cases, with the cells in which something other than the requested row ran."""
-    for member in groups:
+def _unlike(shown: Shown) -> Iterator[Group]:
+    """The cases of extensions, with the cells in which something other than the requested row ran."""
+    for member in (member for _, own in shown.added for member in own):
         cells = tuple(cell for cell in member.cells if cell.record.status != "ok" or cell.record.reasons)
         if cells:
             yield dataclasses.replace(member, cells=cells)
@@ -184,7 +184,7 @@ def one_model(shown: Shown) -> Iterator[Section]:
         "One row per backend that ran in this model. Losses are paired, sequence by sequence, against the standard "
         "backend on the same tokens, text in windows of the case's length; a unigram model that knows the text's own "
         "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
-        "under Speed, where their intervals are. Kascade's losses are those of its own case, beside its controls."
+        f"under Speed, where their intervals are. {' '.join(page.loss_note for page in pages())}"
     )
     yield Section(
         "checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (intro,), tables=(made,), short=True
@@ -203,7 +203,7 @@ def elsewhere(shown: Shown) -> Iterator[Section]:
 
 def speed(shown: Shown) -> Iterator[Section]:
     """Times, rates and ratios, one table for each kind of case."""
-    if shown.own and not shown.groups:
+    if not shown.groups:
         return
     made = figures.speed(shown.groups)
     if not made:
@@ -265,14 +265,14 @@ def _words(manifest: Manifest | None, suites: str) -> list[str]:
     if paragraphs := manifest.checkpoint:
         flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
         given = {flag: paragraphs.get(name) for flag, name in flags.items()}
-        words = words if paragraphs.get("guide") else []
+        words = words if paragraphs.get("suite") else []
         words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     names = [str(case["name"]) for case in manifest.cases if "name" in case]
     for option, values in (("--backends", manifest.backends), ("--cases", names)):
         words += [option, ",".join(values)] if values else []
     if manifest.text is not None:
         words += ["--text", manifest.text.path, *(["--text-field", manifest.text.field] if manifest.text.field else [])]
-    for name, value in manifest.kascade.items():
+    for name, value in manifest.asked.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
@@ -280,9 +280,16 @@ def _words(manifest: Manifest | None, suites: str) -> list[str]:
 _Sections = Callable[[Shown], Iterable[Section]]
 
 
-def _own(part: Callable[[Sequence[Group]], Iterable[Section]]) -> _Sections:
-    """A section of Kascade's own cases."""
-    return lambda shown: part(shown.own)
+def _opening(shown: Shown) -> Iterator[Section]:
+    for page in pages():
+        for part in page.opening:
+            yield from part(shown.every)
+
+
+def _added(shown: Shown) -> Iterator[Section]:
+    for page, own in shown.added:
+        for part in page.parts:
+            yield from part(own)
 
 
 SECTIONS: tuple[_Sections, ...] = (
@@ -306,12 +313,10 @@ SECTIONS: tuple[_Sections, ...] = (
         short=True,
     ),
     one_model,
-    lambda shown: of_kascade.guides(shown.every),
+    _opening,
     in_short,
     section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
-    _own(of_kascade.gate),
-    _own(of_kascade.quality),
-    _own(of_kascade.speed),
+    _added,
     section(
         "in_one",
         "Speed, memory and accuracy",

@@ -1,8 +1,8 @@
 """Options on trial for a device that is not here: the compiler's facts about a backend's kernels with them.
 
 Kernels that are compiled outside XLA (Kvax's) report registers and spills, in this process. Kernels that XLA compiles
-(splash, Kascade) are compiled in a process for the device: the compiler says whether it takes them, on
-a GPU without spilling registers. Their work is counted by the backend.
+are compiled in a process for the device: the compiler says whether it takes them, on a GPU without spilling
+registers. Their work is counted by the backend.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
 def in_roles(case: OpCase | ModelCase, backend_name: str, kernels: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The names under which a case is compiled for a backend: one per role for a call on a backend with roles.
 
-    Each role has a name for each of ``kernels``, the values of Kascade's option: ``kascade:reuse/xla``.
+    Each role has a name for each of ``kernels``, the values of the backend's option: ``name:reuse/xla``.
     """
     backend = None if is_reference(backend_name) else registry.get(backend_name)
     if isinstance(case, OpCase) and isinstance(backend, BackendWithRoles):
@@ -61,8 +61,8 @@ def in_roles(case: OpCase | ModelCase, backend_name: str, kernels: tuple[str, ..
 def backend_and_role(name: str) -> tuple[str, str]:
     """The backend of a cell's name, and its role with its kernel. A file's function has none.
 
-    >>> backend_and_role("kascade:reuse/xla"), backend_and_role("my.py:fn")
-    (('kascade', 'reuse/xla'), ('my.py:fn', ''))
+    >>> backend_and_role("name:reuse/xla"), backend_and_role("my.py:fn")
+    (('name', 'reuse/xla'), ('my.py:fn', ''))
     """
     backend, _, role = (name, "", "") if is_reference(name) else name.partition(ROLE)
     return backend, role
@@ -78,8 +78,8 @@ def compiled(case: Case, backend_name: str, target: Target, dump: Path | None) -
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> Outcome:
     """The outcome (ok, unsupported, oom, crashed), with what the compiler says of the program.
 
-    ``backend_name`` may name one role of a backend that has roles, and its kernel: ``kascade:reuse``,
-    ``kascade:reuse/xla``.
+    ``backend_name`` may name one role of a backend that has roles, and its kernel: ``name:reuse``,
+    ``name:reuse/xla``.
 
     An error of the backend or of the compiler becomes the result; it is never raised.
     """

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,19 +18,18 @@ from attnsuite.backends import names
 from .. import files, typed
 from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
-from ..kinds import kind_of, make_case, problem_of
-from ..kinds.kascade.methods import METHODS, SWEPT
-from ..kinds.kascade.words import KascadeWords, applied
+from ..kinds import extensions, kind_of, make_case, problem_of, with_flags
 from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
-from ..model_suite import ModelSuiteWords, model_suite
+from ..model_suite import ModelSuiteFlags, model_suite
 from ..model_suite import rows as model_suite_rows
 from ..names import names_of
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import Manifest, TextIdentity, read_manifest
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
+from ..typed import Scalar
 from ..user_function import digests, files_of, is_reference, known_row
 from . import work
 from .executors import in_turns, is_measured, one_after_another, refused
@@ -53,15 +52,15 @@ class RunGrid(Grid):
 
     ``file`` is the path of the suite's file as it was given; None for a named suite. ``profile`` is a directory for
     profiles of the timed cells. ``sample_seconds`` is how long each cell is sampled; None for ten samples or a second.
-    ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them. With ``busy`` a GPU that others
-    use is taken.
+    ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them. ``flags`` are those of
+    extensions. With ``busy`` a GPU that others use is taken.
     """
 
     cases: tuple[Case, ...]
     backends: tuple[str, ...]
     all_cores: bool = False
-    words: KascadeWords = dataclasses.field(default_factory=KascadeWords)
-    checkpoint: ModelSuiteWords | None = None
+    flags: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    checkpoint: ModelSuiteFlags | None = None
     file: str | None = None
     shard: Shard | None = None
     profile: Path | None = None
@@ -81,6 +80,10 @@ class RunGrid(Grid):
         """Whether a case has times that other work on the machine would lengthen."""
         return any(kind_of(case.kind).needs_ceilings for case in self.cases)
 
+    def asked(self) -> dict[str, Scalar]:
+        """The flags of extensions."""
+        return dict(self.flags)
+
     def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of this run; that of a resumed run must be equal."""
         return dataclasses.replace(
@@ -89,7 +92,6 @@ class RunGrid(Grid):
             cases=tuple(problem_of(case) for case in self.cases),
             backends=self.backends,
             all_cores=self.all_cores,
-            kascade=self.words.given,
             checkpoint=None if self.checkpoint is None else self.checkpoint.as_json(),
             text=None if self.text is None else _text_identity(self.text),
             file=self.file,
@@ -116,34 +118,35 @@ class RunGrid(Grid):
 
 
 def new_request(
-    suite: str | ModelSuiteWords,
+    suite: str | ModelSuiteFlags,
     backends: str | None,
     cases: str | None,
     text: TextFile | None,
     out: Path,
     limits: Limits,
-    words: KascadeWords = KascadeWords(),  # noqa: B008 (frozen)
+    flags: Mapping[str, Scalar] | None = None,
     shard: Shard | None = None,
 ) -> RunGrid:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
+    flags = flags or {}
     asked = None if backends is None else names_of(backends, "--backends")
-    if isinstance(suite, ModelSuiteWords) and suite.guide:
-        found = model_suite(suite, kascade=True)
-    elif isinstance(suite, ModelSuiteWords):
-        asked = model_suite_rows(names() if asked is None else _known(asked))
-        found = model_suite(suite, kascade="kascade" in asked)
-    else:
+    if not isinstance(suite, ModelSuiteFlags):
         found = find_suite(suite)
-    found = dataclasses.replace(found, cases=applied(words, found.cases))
-    if asked is None and len(words.combinations()) > 1:
-        asked = list(SWEPT)  # the other rows do not depend on what is swept
+    elif suite.suite:
+        found = model_suite(suite)
+    else:
+        asked = list(model_suite_rows(names() if asked is None else asked))
+        found = model_suite(suite, asked)
+    found = dataclasses.replace(found, cases=with_flags(flags, found.cases))
+    if asked is None and flags:  # the other rows do not depend on what is swept
+        asked = [row for extension in extensions().values() for row in extension.swept_rows(flags)] or None
     return RunGrid(
         suite=found.name,
         cases=_chosen(found.cases, cases, shard),
         backends=_rows(found) if asked is None else _known(asked, found.cases),
         all_cores=found.all_cores,
-        words=words,
-        checkpoint=suite if isinstance(suite, ModelSuiteWords) else None,
+        flags=flags,
+        checkpoint=suite if isinstance(suite, ModelSuiteFlags) else None,
         file=suite if isinstance(suite, str) and suite not in SUITES else None,
         shard=shard,
         text=None if text is None else checked_text(text).resolved(),
@@ -179,8 +182,8 @@ def resumed_request(
             cases=tuple(make_case(problem) for problem in manifest.cases),
             backends=manifest.backends,
             all_cores=manifest.all_cores,
-            words=typed.convert(manifest.kascade, KascadeWords),
-            checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteWords),
+            flags=manifest.asked,
+            checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteFlags),
             file=manifest.file,
             shard=None if manifest.shard is None else parse_shard(manifest.shard),
             text=text.resolved() if text else _text_of(manifest.text),
@@ -191,7 +194,7 @@ def resumed_request(
     except ValueError as error:
         said = str(error).rstrip(".")
         raise InputError(f"the run in {out} was written by another version ({said}); start a new one.") from error
-    pool = kept.cases if suite is None else applied(kept.words, find_suite(suite).cases)
+    pool = kept.cases if suite is None else with_flags(kept.flags, find_suite(suite).cases)
     # The cases that were begun are a shard already. Of a suite that is named again, the shard is taken again.
     again = None if suite is None else kept.shard
     asked = {
@@ -323,11 +326,10 @@ def _text_identity(text: TextFile) -> TextIdentity:
 def _rows(suite: Suite) -> tuple[str, ...]:
     """The rows measured by default: backends, the suite's peers, and the rows that only a case's kind knows."""
     own = [kind_of(case.kind).rows(case) for case in suite.cases]
-    backends = [name for name in names() if name not in suite.left_out]
-    rows = [*backends, *suite.peers] if not all(own) else []
+    rows = [*suite.backends(), *suite.peers] if not all(own) else []
     return tuple(dict.fromkeys([*rows, *(row for each in own for row in each)]))
 
 
-def _known(wanted: Sequence[str], cases: Sequence[Case] = ()) -> tuple[str, ...]:
+def _known(wanted: Sequence[str], cases: Sequence[Case]) -> tuple[str, ...]:
     own = {row for case in cases for row in kind_of(case.kind).rows(case)}
-    return tuple(dict.fromkeys(name if name in METHODS or name in own else known_row(name, PEERS) for name in wanted))
+    return tuple(dict.fromkeys(name if name in own else known_row(name, PEERS) for name in wanted))

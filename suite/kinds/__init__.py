@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +21,7 @@ from .. import typed
 from ..cell import Case
 from ..errors import InputError
 from ..record import Record, RecordError
+from .extension import Extension
 from .kind import Kind, label_of
 from .kind import problem_of as problem_of
 
@@ -45,13 +46,33 @@ BUILT_IN = (
 )
 
 
+# What backends bring beside their rows.
+EXTENSIONS = ("kascade.extension:KASCADE",)
+
+
+@functools.cache
+def extensions() -> Mapping[str, Extension]:
+    """Each extension, by the name of its backend."""
+    return {extension.backend: extension for extension in map(_load, EXTENSIONS)}
+
+
+def with_flags(flags: Mapping[str, Any], cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases with the fields that flags of extensions give. Raises InputError where no case has them."""
+    for extension in extensions().values():
+        cases = extension.apply(flags, cases)
+    return tuple(cases)
+
+
+def _load(reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(f".{module}", __name__), attribute)
+
+
 @functools.cache
 def built_in() -> Mapping[str, Kind]:
     """Each kind that ships here, under every name that its records have."""
     found: dict[str, Kind] = {}
-    for reference in BUILT_IN:
-        module, _, attribute = reference.partition(":")
-        kind = getattr(importlib.import_module(f".{module}", __name__), attribute)
+    for kind in map(_load, BUILT_IN):
         found |= dict.fromkeys(kind.titles, kind)
     return found
 
@@ -102,6 +123,11 @@ def faults() -> tuple[str, ...]:
 def title_of(name: str) -> str:
     """The title of the tables of a kind of record. Raises InputError as :func:`kind_of`."""
     return kind_of(name).titles[name]
+
+
+def phase_of(name: str) -> str:
+    """What a kind of record is about, see :class:`Kind`; empty for most kinds. Raises InputError as :func:`kind_of`."""
+    return kind_of(name).phases.get(name, "")
 
 
 def checked(record: Record) -> Record:

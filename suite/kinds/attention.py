@@ -149,6 +149,7 @@ class Attention(Kind):
         "op_forward_backward": "forward and backward",
         "op_decode": "decode step",
     }
+    phases: ClassVar = {"op_forward": "forward", "op_forward_backward": "forward and backward", "op_decode": "token"}
     case: ClassVar = OpCase
     judges_apart: ClassVar = True
     rechecks_all: ClassVar = True

@@ -40,7 +40,7 @@ def measure(case: CacheCase, row: str, text: TextFile | None) -> Outcome:
     figures = figures_of(raw, held_out.bytes_per_token)
     figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows[:, half:]) / held_out.bytes_per_token
     bytes_kept = KVCache.create(model.config, 1, 1, DTYPES[row]).nbytes
-    return Outcome(quality=figures, series=raw, accuracy=errors, kv_bytes_per_token=bytes_kept)
+    return Outcome(quality=figures, series=raw, accuracy=errors, figures={"kv_bytes_per_token": bytes_kept})
 
 
 def behind_cache(

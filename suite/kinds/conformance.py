@@ -72,6 +72,7 @@ class Conformance(Kind):
     """The kind of :class:`ConformanceCase`."""
 
     titles: ClassVar = {"conformance": "conformance"}
+    page: ClassVar = "conformance"
     case: ClassVar = ConformanceCase
     facts: ClassVar = Held
     shares_process: ClassVar = True

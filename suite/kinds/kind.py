@@ -30,6 +30,8 @@ Long = Annotated[int, Meta(ge=64, le=2**31 - 1)]
 Layers = Annotated[int, Meta(ge=1, le=2**16)]
 Keys = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
+Kernel = Literal["", "xla", "pallas", "flash_cpu"]  # what computes a sparse backend's row; empty: the device's default
+
 SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -37,18 +39,24 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 class Kind:
     """One kind of case: everything that the grid and the reports must know about it.
 
-    ``titles`` maps each ``kind`` of its records to the title of their tables. ``case`` is the frozen dataclass of its
+    ``titles`` maps each ``kind`` of its records to the title of their tables, ``phases`` those that a page shows in a
+    column, table or picture of their own to what they are about: of a call "forward", "forward and backward" or
+    "token", of a model "prefill", "decode" or "text". ``page`` names the module of ``attnsuite.reports.pages`` whose
+    page shows its records alone. ``case`` is the frozen dataclass of its
     cases; it checks itself and raises InputError. It is None for a kind of records that no suite asks for. ``facts`` is
     the frozen dataclass of what only its records have (``Record.facts``); a record with status ok or wrong has it. With
     ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
     weighed; with ``cases_share_process`` so do consecutive cases. A run of kinds that need no ceilings does not measure
     the machine's peak. The cells of a kind that ``judges_apart`` do not see what they are judged by: they give answers
     (``cell.Prepared``), and :meth:`judge` runs in another process. A kind that ``calls_apart`` judges where its cells
-    are, and calls a function of the user in another process (``apart.py``). The methods defined here suit a kind whose
-    rows are backends and whose cells bring their own comparison.
+    are, and calls a function of the user in another process (``apart.py``). ``controlled`` maps a kind of its records
+    to the backend whose loss on text they give beside controls; its perplexity alone is not shown then. The methods
+    defined here suit a kind whose rows are backends and whose cells bring their own comparison.
     """
 
     titles: ClassVar[Mapping[str, str]]
+    phases: ClassVar[Mapping[str, str]] = {}
+    page: ClassVar[str] = ""
     case: ClassVar[type[Any] | None] = None
     facts: ClassVar[type[Any] | None] = None
     shares_process: ClassVar[bool] = False
@@ -57,6 +65,7 @@ class Kind:
     judges_apart: ClassVar[bool] = False
     rechecks_all: ClassVar[bool] = False
     calls_apart: ClassVar[bool] = False
+    controlled: ClassVar[Mapping[str, str]] = {}
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
@@ -83,10 +92,6 @@ class Kind:
     def rows(self, case: Any) -> tuple[str, ...]:
         """The rows that only this kind knows, in the order of their table; () if its rows are backends and peers."""
         return ()
-
-    def told(self, case: Any, words: Mapping[str, Any]) -> Case | None:
-        """The case with these fields, given as flags, in place of its own; None where it has none of them."""
-        return None
 
     def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:
         """The cases whose reference can judge a cell of ``case`` in ``mode``. If none is computed yet, the first is.

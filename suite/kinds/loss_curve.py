@@ -170,6 +170,7 @@ class LossCurves(Kind):
     """The kind of :class:`TrainingCase`. What imports flax is imported where it is used."""
 
     titles: ClassVar = {"loss_curve": "loss curve"}
+    page: ClassVar = "curves"
     case: ClassVar = TrainingCase
     facts: ClassVar = LossCurve
     shares_process: ClassVar = True

@@ -25,11 +25,10 @@ from ..measure.fresh import Draw
 from ..measure.judge import as_model_error
 from ..record import TensorError
 from ..typed import Count, Seed
-from .kascade.methods import KascadeKernel
-from .kascade.words import timed_words
 from .kind import (
     SHORT_DTYPE,
     Dtype,
+    Kernel,
     Kind,
     Layers,
     Share,
@@ -54,8 +53,8 @@ class ModelCase:
     ``model`` is a checkpoint that ships here, or a preset with random weights. ``sequence`` counts prompt tokens per
     batch row. With ``ragged`` it is the longest prompt of the batch; the others are shorter, down to a quarter of it,
     and padded on the right. ``top_k``, ``tile_size`` (16), ``anchors`` (a quarter of the layers) and ``kernel`` (the
-    device's default) are for Kascade's row only; its anchors are spread evenly. Without ``top_k`` Kascade runs with its
-    defaults. Raises InputError for a field that does not fit.
+    device's default) are for the row of a sparse backend only; its anchors are spread evenly. Without ``top_k`` it runs
+    with its defaults. Raises InputError for a field that does not fit.
     """
 
     kind: ModelKind
@@ -68,7 +67,7 @@ class ModelCase:
     top_k: Share | None = None
     tile_size: Count | None = None
     anchors: Layers | None = None
-    kernel: KascadeKernel = ""
+    kernel: Kernel = ""
     dtype: Dtype = "float32"
     seed: Seed = 0
 
@@ -97,6 +96,7 @@ class Model(Kind):
         "model_decode": "model decode",
         "model_train": "model train step",
     }
+    phases: ClassVar = {"model_prefill": "prefill", "model_decode": "decode"}
     case: ClassVar = ModelCase
     judges_apart: ClassVar = True
 
@@ -107,10 +107,6 @@ class Model(Kind):
         config = model_program.model_config(case)
         found = of_backends(case, asked, lambda row: model_program.resolutions_of(case, config, row))
         return [*found, *of_peers(case, asked)]
-
-    def told(self, case: ModelCase, words: Mapping[str, Any]) -> ModelCase | None:
-        """The case with Kascade's sizes and number of anchors; None where it gives Kascade's row no options."""
-        return None if case.top_k is None else dataclasses.replace(case, name="", **timed_words(words))
 
     def judged_by(self, case: ModelCase, mode: str | None) -> tuple[ModelCase, ...]:
         """The case itself."""
@@ -154,7 +150,7 @@ class Model(Kind):
             flops=model_program.model_flops(case, model.config),
             tokens=model_program.model_tokens(case),
             steps=model_program.model_steps(case),
-            kv_bytes_per_token=None if is_peer else model_program.kv_bytes_per_token(case, model.config),
+            figures={} if is_peer else model_program.figures(case, model.config),
             notes=() if is_peer else model_program.notes(case, model.config, cell.row),
         )
         return Prepared(outcome, timed, lambda _: outputs, functools.partial(model_program.timed_outputs, case))

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from attnsuite.backends.kascade import manual
+from attnsuite.backends.contract import Kept, SelectsKeys
 from attnsuite.models import KVCache, ModelConfig, Transformer
 from attnsuite.models.cache import Slots, default_dtype
 from attnsuite.models.forward import forward_cached
@@ -28,13 +28,12 @@ from attnsuite.models.training import Batch, loss_and_gradient, training_step
 
 from ..measure.program import Program
 from ..named_model import config_of, model_of
+from . import extensions
 from .formulas import attention_flops, visible_pairs
-from .kascade.kept import kept_of
 from .model import ModelCase
 from .op_case import OpCase
 
 LEARNING_RATE = 1e-4
-_TILE = 16
 
 
 def model_config(case: Any) -> ModelConfig:
@@ -82,15 +81,9 @@ def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
 
 
 def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[str, Any]:
-    """The backend's options. Kascade's are the case's, with evenly spread anchors."""
-    if backend != "kascade" or case.top_k is None:
-        return {}
-    layers, tile = config.num_layers, case.tile_size or _TILE
-    count = min(case.anchors or max(2, layers // 4), layers)
-    schedule = manual(tuple(i * layers // count for i in range(count)), num_layers=layers, kv_heads=config.kv_heads)
-    sizes = {"min_keys": 0, "tile_size": tile, "query_tile": tile, "granularity": "tile"}
-    kernel = {"kernel": case.kernel} if case.kernel else {}
-    return {"top_k": float(case.top_k), "schedule": schedule, **sizes, **kernel}
+    """The backend's options: those of the case, where it has some for this backend."""
+    extension = extensions().get(backend)
+    return {} if extension is None or case.top_k is None else extension.case_options(case, config)
 
 
 def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:
@@ -127,11 +120,11 @@ def model_steps(case: ModelCase) -> int | None:
     return {"model_prefill": 1, "model_decode": case.new_tokens}.get(case.kind)
 
 
-def kv_bytes_per_token(case: ModelCase, config: ModelConfig) -> int | None:
-    """Bytes of the cache per token of one sequence, all layers together; None for a train step."""
+def figures(case: ModelCase, config: ModelConfig) -> dict[str, int]:
+    """Bytes of the cache per token of one sequence, all layers together; none of a train step."""
     if case.kind == "model_train":
-        return None
-    return KVCache.create(config, 1, 1, default_dtype(config)).nbytes
+        return {}
+    return {"kv_bytes_per_token": KVCache.create(config, 1, 1, default_dtype(config)).nbytes}
 
 
 def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
@@ -147,8 +140,22 @@ def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
     return lengths.astype(np.int32)
 
 
+def kept_of(resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig) -> tuple[Kept, ...]:
+    """What is kept of each attention type by a backend that selects keys; empty where exact backends compute all."""
+    return tuple(
+        found.backend.keeps(
+            found.spec,
+            options,
+            tuple(i for i, other in enumerate(config.layer_types) if other == kind),
+            config.num_layers,
+        )
+        for kind, found in resolutions
+        if isinstance(found.backend, SelectsKeys) and found.mode != "fallback"
+    )
+
+
 def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]:
-    """Notes on how the case was run: what Kascade kept, and the dtype of the cache."""
+    """Notes on how the case was run: what a sparse backend keeps, and the dtype of the cache."""
     kept = kept_of(resolutions_of(case, config, backend), options_of(case, config, backend), config)
     told = tuple(line for one in kept for line in one.lines)
     held = default_dtype(config)

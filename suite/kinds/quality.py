@@ -25,8 +25,7 @@ from ..errors import InputError
 from ..measure.judge import as_model_error
 from ..measure.text import bits, reader_of, unigram_bits
 from ..record import TensorError
-from .kascade.kept import kept_of
-from .model_program import open_model, resolutions_of_sequence
+from .model_program import kept_of, open_model, resolutions_of_sequence
 from .retrieval import RetrievalCase
 from .text import TextCase
 

@@ -86,7 +86,7 @@ def measure(case: ServingCase, backend: str, reference: Path, text: TextFile | N
         quality=_figures(requests, found),
         series={"ttft_seconds": tuple(one.ttft for one in found), "tpot_seconds": _tpots(found)},
         tokens=sum(len(one.tokens) for one in found),
-        kv_bytes_per_token=KVCache.create(model.config, 1, 1, default_dtype(model.config)).nbytes,
+        figures={"kv_bytes_per_token": KVCache.create(model.config, 1, 1, default_dtype(model.config)).nbytes},
     )
 
 

@@ -144,6 +144,7 @@ class ShardedKind(Kind):
     """The kind of :class:`ShardedCase`."""
 
     titles: ClassVar = {"sharded": "sharded attention"}
+    page: ClassVar = "sharded"
     case: ClassVar = ShardedCase
     facts: ClassVar = Share
     shares_process: ClassVar = True

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from ..cell import Asked, Cell, Means, Prepared
 from ..measure import judge
+from . import kind_of
 from .kind import SHORT_DTYPE, Dtype, Kind, Least, backends_of, check_fields, model_word, name_case, of_backend, refused
 
 
@@ -32,6 +33,7 @@ class Text(Kind):
     """The kind of :class:`TextCase`. What imports flax is imported where it is used."""
 
     titles: ClassVar = {"perplexity": "perplexity"}
+    phases: ClassVar = {"perplexity": "text"}
     case: ClassVar = TextCase
     shares_process: ClassVar = True
 
@@ -42,9 +44,14 @@ class Text(Kind):
         config = model_program.model_config(case)
         quality.read_text(case, config, asked.text)
         ask = functools.partial(model_program.resolutions_of_sequence, config, case.sequence)
-        has_controls = any(other.kind == "kascade_text" and other.model == case.model for other in asked.cases)
+        beside_controls = {
+            kind_of(other.kind).controlled.get(other.kind): other.kind
+            for other in asked.cases
+            if getattr(other, "model", None) == case.model
+        }
         for row in backends_of(asked):
-            yield _left_to_controls(case) if row == "kascade" and has_controls else of_backend(case, row, ask)
+            kind = beside_controls.get(row)
+            yield of_backend(case, row, ask) if kind is None else _left_to_controls(case, row, kind)
 
     def prepare(self, cell: Cell, case: TextCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""
@@ -53,9 +60,10 @@ class Text(Kind):
         return Prepared(judge.judged(quality.perplexity(case, cell.row, means.text), exact=bool(cell.exact)))
 
 
-def _left_to_controls(case: TextCase) -> Cell:
-    reason = "kascade: measured on this model's text beside its controls, in the kascade-text cases of this run."
-    return refused(case, "kascade", (reason,))
+def _left_to_controls(case: TextCase, row: str, kind: str) -> Cell:
+    cases = kind.replace("_", "-")
+    reason = f"{row}: measured on this model's text beside its controls, in the {cases} cases of this run."
+    return refused(case, row, (reason,))
 
 
 TEXT = Text()

@@ -38,6 +38,7 @@ class Tuning(Kind):
     """The kind of records of ``attnsuite tune``. A suite has no such case."""
 
     titles: ClassVar = {"tuning": "tuning"}
+    page: ClassVar = "tuning"
     facts: ClassVar = Trials
 
 

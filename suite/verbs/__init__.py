@@ -17,11 +17,14 @@ VERBS = {
     "report": "Render the report of runs again from their records, or of shards as one run.",
     "doctor": "Show devices, versions, and for each backend the mode it would run in or why it would not.",
     "harvest": "Trace a step of yours (train.py:fn), and print the attention calls in it as a suite file.",
-    "calibrate": "Measure over some text how well one layer's selection serves another, and show Kascade's schedule.",
+    "calibrate": "Measure over some text how well one layer's selection serves another, and show the schedule.",
     "convert": "Write a checkpoint (Hugging Face's safetensors or .bin, Meta's .pth) as safetensors and JSON.",
     "train": "Train a model on text, or LoRA adapters on top of one; a killed run goes on with --resume.",
     "perplexity": "Perplexity of a checkpoint on text, layer by layer: for models larger than memory.",
 }
+
+# Modules with the flags that a backend's extension adds to verbs (FLAGS), where the command line names the backend.
+EXTENSIONS = ("kascade",)
 
 # The verbs of earlier versions, and the command that each has become.
 FORMER = {

@@ -13,7 +13,7 @@ from .flags import flag, text_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """Measure over some text how well one layer's selection serves another, and show Kascade's schedule."""
+    """Measure over some text how well one layer's selection serves another, and show the schedule."""
 
     model: Annotated[str, flag("NAME|DIR|PATH.py:NAME")] = "text"
     """text (the checkpoint that ships here), a checkpoint's directory (its tokenizer reads the text, else bytes), or a
@@ -56,15 +56,15 @@ def run(command: Calibrate) -> int:
     from attnsuite.backends.kascade import LOSS_RULE
 
     from ..kinds.kascade import calibrate
-    from ..kinds.kascade.schedules import ScheduleWords
+    from ..kinds.kascade.schedules import ScheduleFlags
 
     def of(*names: str) -> dict[str, Any]:
         return {name: getattr(command, name) for name in names}
 
     settings = of("tile_size", "top_k", "min_keys", "granularity") | {"query_tile": command.tile_size}
-    words = ScheduleWords(**of("schedule", "anchors", "threshold", "max_reuse_dist"))
+    schedule_flags = ScheduleFlags(**of("schedule", "anchors", "threshold", "max_reuse_dist"))
     asked = of("model", "random_tokens", "out", "prompts", "length")
-    request = calibrate.CalibrateRequest(settings=settings, words=words, text=text_of(command), **asked)
+    request = calibrate.CalibrateRequest(settings=settings, words=schedule_flags, text=text_of(command), **asked)
     with Console(stderr=True).status("starting") as status:
         path, calibration, schedule = calibrate.run(request, status.update)
     least = calibration.mass.min(axis=(1, 2))

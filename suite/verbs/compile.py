@@ -30,7 +30,7 @@ class Compile(OnFleet):
     phases: Annotated[str | None, flag("NAMES", "prefill,train,decode")] = None
     """What the models do, separated by commas."""
     kernel: Annotated[str | None, flag("NAMES", "the device's")] = None
-    """Kascade's layers by each of these kernels: xla, pallas, separated by commas."""
+    """The layers of a sparse backend by each of these kernels: xla, pallas, separated by commas."""
     schedule: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Count what the compiler scheduled of each Pallas kernel: bundles for TPUs, registers and waves for GPUs."""
     longest: Annotated[str | None, flag("PHASES|batch", "none")] = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ import tyro
 
 from ..errors import InputError
 from ..typed import printable
+from . import EXTENSIONS
 
 if TYPE_CHECKING:
     from attnsuite.models.text_file import TextFile
@@ -84,6 +86,29 @@ def text_of(command: Any) -> TextFile | None:
     from attnsuite.models.text_file import TextFile
 
     return TextFile(str(command.text), command.text_field)
+
+
+def extended(kind: type, verb: str, words: Collection[str] = ()) -> type:
+    """The verb's class with the flags of extensions; if the words ask for help, of those alone that they name."""
+    is_help = not {"-h", "--help"}.isdisjoint(words)
+    found = [
+        flags
+        for name in EXTENSIONS
+        if (flags := importlib.import_module(f".{name}", __package__).FLAGS.get(verb))
+        and (not is_help or any(name in word for word in words))
+    ]
+    if not found:
+        return kind
+    namespace, bases = {"__doc__": kind.__doc__}, (*found, kind)
+    return dataclasses.make_dataclass(kind.__name__, (), bases=bases, namespace=namespace, frozen=True, kw_only=True)
+
+
+def added(command: Any, kind: type) -> dict[str, Any]:
+    """The flags of extensions that were given, as data; ``kind`` is the verb's own class."""
+    own = {field.name for field in dataclasses.fields(kind)}
+    values = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    given = {name: value for name, value in values.items() if name not in own and value is not None}
+    return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 def words_of(command: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import InputError
-from .flags import NO_RESULT, directory, flag, text_of
+from .flags import NO_RESULT, added, directory, flag, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +37,6 @@ class Perplexity:
     """What computes attention."""
     options: Annotated[str, flag("NAME=VALUE,...", "the backend's")] = ""
     """Options of the backend, such as top_k=0.125,min_keys=0, separated by commas."""
-    calibration: Annotated[Path | None, flag("FILE", "none")] = None
-    """Kascade: what attnsuite calibrate wrote; its settings hold where --options does not say otherwise."""
-    schedule: Annotated[str | None, flag("NAME", "dp with --calibration, else none")] = None
-    """Kascade: dp, greedy (or -guide, -dynamic, -benchmark behind it), manual; else every layer selects for itself."""
-    anchors: Annotated[str, flag("N|LAYERS", "a quarter of the layers")] = ""
-    """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
-    threshold: Annotated[float, flag("SHARE")] = 0.65
-    """Kascade, greedy schedule: least similarity to the anchor."""
-    max_reuse_dist: Annotated[int, flag("LAYERS")] = 4
-    """Kascade, greedy schedule: how far behind its anchor a layer may be."""
     against: Annotated[str | None, flag("NAME", "none")] = None
     """Backend that computes the same tokens too, for a paired difference, such as chunked; reads the model twice."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
@@ -59,7 +49,6 @@ def run(command: Perplexity) -> int:
     """Measure, print, and write the record."""
     from .. import streamed
     from ..grid.run import checked_text
-    from ..kinds.kascade.schedules import ScheduleWords
     from ..names import parse_options
 
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
@@ -68,13 +57,6 @@ def run(command: Perplexity) -> int:
     if command.random_tokens and command.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
     text = text_of(command)
-    words = ("schedule", "anchors", "threshold", "max_reuse_dist")
-    values = {name: getattr(command, name) for name in words}
-    if command.schedule is None:
-        values["schedule"] = "dp"
-        if command.calibration is None and values != dataclasses.asdict(ScheduleWords()):
-            raise InputError("--anchors, --threshold and --max-reuse-dist are about a schedule; add --schedule NAME.")
-    asked = command.schedule is not None or command.calibration is not None
     request = streamed.StreamRequest(
         model=command.model,
         text=None if text is None else checked_text(text),
@@ -85,8 +67,7 @@ def run(command: Perplexity) -> int:
         backend=command.backend,
         dtype=command.dtype,
         options=parse_options(command.options),
-        calibration=command.calibration,
-        schedule=ScheduleWords(**values) if asked else None,
+        flags=added(command, Perplexity),
         against=command.against,
         out=directory(command.out, "perplexity"),
     )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from ..errors import InputError
-from .flags import OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
+from .flags import OnFleet, added, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..grid.grid import Grid
     from ..grid.run import RunGrid
-    from ..model_suite import ModelSuiteWords
+    from ..model_suite import ModelSuiteFlags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +24,11 @@ class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
-    """quick, device, full, cpu-speed, caller, kascade, kascade-finetune, kascade-guide, serving, sharded, curves, or
-    the path of a .toml file."""
+    """quick, device, full, cpu-speed, caller, serving, sharded, curves, the suite of an extension (NAME --help
+    shows its flags), or the path of a .toml file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
     """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory.
-    With --suite curves: the preset that is trained (default: tiny); with kascade-guide: its model (default: text)."""
+    With --suite curves: the preset that is trained (default: tiny)."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas; my.py:fn is a function f(q, k, v) of yours."""
     cases: Annotated[str | None, flag("PATTERNS", "all of the suite")] = None
@@ -63,24 +65,6 @@ class Run(OnFleet):
     """Measure on an NVIDIA GPU that other processes use; without it such a run does not start."""
     cell_memory: Annotated[str | None, flag("SIZE", "70% of the machine")] = None
     """Memory that a cell may hold, such as 4GiB or 500MB."""
-    tile_size: Annotated[int | None, flag("KEYS", "the case's")] = None
-    """Kascade: keys per tile."""
-    top_k: Annotated[float | None, flag("SHARE", "the case's")] = None
-    """Kascade: share of the earlier keys that are attended to, above 0 and at most 1."""
-    threshold: Annotated[str | None, flag("SHARE,...", "0.65")] = None
-    """Kascade, greedy schedule: least similarity to the anchor; several values are a sweep."""
-    max_reuse_dist: Annotated[str | None, flag("LAYERS,...", "4")] = None
-    """Kascade, greedy schedule: how far behind its anchor a layer may be; several values are a sweep."""
-    schedule: Annotated[str | None, flag("NAME", "dp")] = None
-    """Kascade: dp, greedy (or -guide, -dynamic, -benchmark behind it), manual."""
-    anchors: Annotated[str | None, flag("N|LAYERS", "2")] = None
-    """Kascade: how many layers select (dp), or which (manual), such as 0,2."""
-    granularity: Annotated[str | None, flag("NAME", "tile")] = None
-    """Kascade: tile or token."""
-    calibration: Annotated[Path | None, flag("FILE", "made from other text")] = None
-    """With --model: what attnsuite calibrate wrote for it; its settings hold where no flag says otherwise."""
-    kernel: Annotated[str | None, flag("NAME", "the device's")] = None
-    """Kascade: what computes its rows: xla, pallas or flash_cpu."""
 
 
 _FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
@@ -240,48 +224,46 @@ def _verdicts(request: RunGrid) -> tuple[Path, ...]:
 
 def _request(command: Run) -> RunGrid:
     from ..grid.run import new_request, resumed_request
-    from ..kinds.kascade.words import KascadeWords
+    from ..names import spelled
     from ..suites import parse_shard
 
     shard = None if command.shard is None else parse_shard(command.shard)
     limits = limits_of(command.cell_timeout, command.cell_memory)
-    names = ("tile_size", "top_k", "threshold", "max_reuse_dist", "schedule", "anchors", "granularity", "kernel")
-    calibration = None if command.calibration is None else str(command.calibration.resolve())
-    words = KascadeWords(**{name: getattr(command, name) for name in names}, calibration=calibration)
-    model = _model_words(command)
+    flags = added(command, Run)
+    model = _model_flags(command, {} if command.resume else flags)
     if command.resume:
         out = directory_of(command, "")
-        flag = words.flags() or ("--model" if model else "")
-        if flag:
-            raise InputError(f"{flag} cannot change a run that was begun; leave it out, or start a new run.")
+        if given := spelled(flags) or ("--model" if model else ""):
+            raise InputError(f"{given} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits, shard)
     suite = command.suite or "quick"
-    name = Path(suite).stem if model is None or model.guide else Path(model.model).resolve().name
+    name = Path(suite).stem if model is None or model.suite else Path(model.model).resolve().name
     out = directory_of(command, name)
-    return new_request(model or suite, command.backends, command.cases, text_of(command), out, limits, words, shard)
+    return new_request(model or suite, command.backends, command.cases, text_of(command), out, limits, flags, shard)
 
 
-def _model_words(command: Run) -> ModelSuiteWords | None:
+def _model_flags(command: Run, flags: Mapping[str, Any]) -> ModelSuiteFlags | None:
     from .. import typed
-    from ..model_suite import ModelSuiteWords
+    from ..model_suite import ModelSuiteFlags, model_suites
 
     sizes = {
         "--seq-len": command.seq_len,
         "--batch": command.batch,
         "--dtype": command.dtype,
-        "--calibration": None if command.resume else command.calibration,  # refused below with all flags of Kascade's
+        "--calibration": flags.get("calibration"),
     }
     given = [flag for flag, value in sizes.items() if value is not None]
-    guide = command.suite == "kascade-guide"
-    if command.model is None and not guide:
+    made = command.suite if command.suite in model_suites() else ""
+    if command.model is None and not made:
         if given:
             raise InputError(f"{', '.join(given)} is about a checkpoint; add --model.")
         return None
-    if command.suite is not None and not guide:
-        raise InputError("--model brings its own cases; leave out --suite, or give --suite kascade-guide.")
-    words = {"guide": guide, "sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
-    values = {name: value for name, value in words.items() if value is not None}
+    if command.suite is not None and not made:
+        known = " or ".join(f"--suite {name}" for name in model_suites())
+        raise InputError(f"--model brings its own cases; leave out --suite, or give {known}.")
+    given_sizes = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    values = {name: value for name, value in given_sizes.items() if value is not None}
     try:
-        return typed.convert({"model": command.model or "text", **values}, ModelSuiteWords)
+        return typed.convert({"model": command.model or "text", "suite": made, **values}, ModelSuiteFlags)
     except ValueError as error:
         raise InputError(f"--model {command.model}: {error}.") from error

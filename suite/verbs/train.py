@@ -55,9 +55,9 @@ class Train:
     backend: Annotated[str, flag("NAME")] = "auto"
     """Attention backend; one that cannot do it is an error."""
     options: Annotated[str, flag("NAME=VALUE,...", "the backend's")] = ""
-    """Options of the backend, such as top_k=0.25,min_keys=0 of kascade, separated by commas."""
+    """Options of the backend, such as top_k=0.25,min_keys=0, separated by commas."""
     calibration: Annotated[Path | None, flag("FILE", "none: every layer selects")] = None
-    """Kascade: what attnsuite calibrate wrote for this model; which layers select, and for which."""
+    """What attnsuite calibrate wrote for this model; which layers select, and for which."""
     mode: Annotated[Literal["native", "interpret"], flag("MODE")] = "native"
     """native, or interpret for kernels of a device that is not here."""
     save_every: Annotated[int, flag("STEPS")] = 50

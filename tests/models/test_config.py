@@ -133,7 +133,7 @@ def test_words_of_the_guides_are_answered_with_what_to_write():
         ModelConfig.from_preset(preset="tiny")
     with pytest.raises(ValueError, match=r"attnsuite train --lora-rank 8"):
         ModelConfig.from_preset("tiny", use_lora=True)
-    with pytest.raises(ValueError, match=r'Kascade is a backend: model\(tokens, backend="kascade"\)'):
+    with pytest.raises(ValueError, match=r'kascade is a backend: model\(tokens, backend="kascade"\)'):
         ModelConfig.from_preset("tiny", attention="kascade")
 
 

@@ -55,7 +55,7 @@ FIELDS = st.fixed_dictionaries({
     "flops": st.none() | FLOATS,
     "tokens": st.none() | st.integers(0, 2**40),
     "steps": st.none() | st.integers(0, 2**20),
-    "kv_bytes_per_token": st.none() | st.integers(0, 2**40),
+    "figures": st.dictionaries(st.sampled_from(["kv_bytes_per_token", "odd"]), st.integers(0, 2**40) | FLOATS),
     "memory": st.dictionaries(st.sampled_from(["compiled_temp", "odd"]), st.none() | st.integers(0, 2**60)),
     "program": st.none() | PROGRAMS,
     "repeats": st.none() | st.booleans(),

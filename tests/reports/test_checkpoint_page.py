@@ -37,7 +37,7 @@ def rows(record):
                 case = ModelCase(kind=kind, model=TEXT.model, sequence=64)
                 samples = tuple(seconds + 0.001 * i for i in range(7))
                 facts = {"samples": samples, "steps": steps, "tokens": 64 if steps == 1 else 32}
-                facts |= {"kv_bytes_per_token": 1024, "exact": backend != "kascade"}
+                facts |= {"figures": {"kv_bytes_per_token": 1024}, "exact": backend != "kascade"}
                 records.append(cell(case, backend, **facts))
         for name in ("dense", *lost):
             series = {"nll": tuple(x + lost.get(name, 0.0) * (1 + 0.1 * (i % 3)) for i, x in enumerate(DENSE))}

@@ -11,7 +11,8 @@ from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.record import TensorError
 
 CASES = {
-    case.name: case for case in guide_cases(ModelConfig.from_preset("tiny"), 12, {"model": "text", "sequence": 512})
+    case.name: case
+    for case in guide_cases(ModelConfig.from_preset("tiny"), {"model": "text", "sequence": 512, "sequences": 12})
 }
 DENSE = tuple(1.4 + 0.01 * i for i in range(12))
 

@@ -13,6 +13,7 @@ from attnsuite.suite.kinds.loss_curve import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.verbs import compile as compile_verb
 from attnsuite.suite.verbs import run as run_verb
+from attnsuite.suite.verbs.flags import extended
 
 pytestmark = pytest.mark.report
 
@@ -74,7 +75,7 @@ def test_every_reproduce_line_is_what_the_command_line_takes():
     for page in PUBLISHED.glob("*/report.md"):
         for line in re.findall(r"^    (attnsuite .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             _, verb, *words = shlex.split(line)
-            found.setdefault(page.parent.name, []).append(tyro.cli(verbs[verb], args=words))
+            found.setdefault(page.parent.name, []).append(tyro.cli(extended(verbs[verb], verb, words), args=words))
     assert set(found) == {path.parent.name for path in PUBLISHED.glob("*/report.md")} - {*ALONE}
     for name in PAGES:
         asked = found[name][0]

@@ -233,7 +233,7 @@ MANIFEST = Manifest(
     git_revision=None,
     target="cpu",
     flags={},
-    kascade={"tile_size": 64},
+    asked={"tile_size": 64},
 )
 
 
@@ -249,10 +249,10 @@ def test_record_notes_and_command_are_told(record, write_run):
 def test_command_of_the_guides_run_names_suite_model_and_text(record, write_run):
     run = write_run(record())
     of = {
-        "checkpoint": {"model": "DIR", "sequence": 512, "guide": True},
+        "checkpoint": {"model": "DIR", "sequence": 512, "suite": "kascade-guide"},
         "text": TextIdentity(path="my.txt", sha256=""),
     }
-    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, kascade={}, **of)
+    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, asked={}, **of)
     (run / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)), encoding="utf-8")
     command = (
         "    attnsuite run --suite kascade-guide --model DIR --seq-len 512 --backends standard,chunked --cases a,b "

@@ -19,10 +19,10 @@ from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention import OpCase, op_program
 from attnsuite.suite.kinds.kascade import controls, dense, quality, stack_program
+from attnsuite.suite.kinds.kascade.flags import applied
 from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.kinds.kascade.selection import SelectionCase
 from attnsuite.suite.kinds.kascade.stack import StackCase
-from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.suites import CPU_SPEED, FULL, QUICK, SUITES
 
@@ -184,9 +184,9 @@ def test_a_tile_that_a_tpu_takes_is_its_kernels(on):
 def test_a_checkpoints_timed_rows_are_refused_for_tiles_that_the_kernel_does_not_take(kind, on, shipped):
     """On a TPU the rows said native and crashed in plan."""
     on(kind)
-    cases = model_suite.model_suite(model_suite.ModelSuiteWords(model=shipped, sequence=256), kascade=True).cases
+    cases = model_suite.model_suite(model_suite.ModelSuiteFlags(model=shipped, sequence=256), ["kascade"]).cases
     found = planned(cases, model_suite.rows(["standard", "kascade"]))
-    fits = planned(applied(KascadeWords(tile_size=128), cases), model_suite.rows(["standard", "kascade"]))
+    fits = planned(applied({"tile_size": 128}, cases), model_suite.rows(["standard", "kascade"]))
     for case in ("model_prefill", "model_decode"):
         (what,) = found[case, "kascade"]
         assert what == ("kascade native" if kind == "h100" else "splash fallback")

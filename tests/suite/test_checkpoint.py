@@ -30,9 +30,9 @@ from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.kascade import calibrate as calibration_verb
 from attnsuite.suite.kinds.kascade import dense
-from attnsuite.suite.kinds.kascade.schedules import ScheduleWords
+from attnsuite.suite.kinds.kascade.flags import applied
+from attnsuite.suite.kinds.kascade.schedules import ScheduleFlags
 from attnsuite.suite.kinds.kascade.selection import SelectionCase
-from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.text import TextCase
 from attnsuite.suite.measure import text as suite_text
@@ -96,7 +96,7 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
     settings = {"tile_size": 16, "query_tile": 16, "top_k": 0.25, "min_keys": 0}
     request = calibration_verb.CalibrateRequest(
         **words, text=TextFile(str(path), "text"), out=tokenized / "c", settings=settings,
-        words=ScheduleWords(schedule="manual", anchors="0"),
+        words=ScheduleFlags(schedule="manual", anchors="0"),
     )  # fmt: skip
     name, prompts = calibration_verb.prompts_of(request, ModelConfig.from_preset("debug", vocab_size=512))
     whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)
@@ -158,12 +158,12 @@ def test_bits_are_counted_per_byte_of_the_text(tokenized):
 
 
 def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_for(shipped):
-    words = model_suite.ModelSuiteWords(model=str(shipped), sequence=64, batch=3)
-    cases = model_suite.model_suite(words, kascade=True).cases
+    words = model_suite.ModelSuiteFlags(model=str(shipped), sequence=64, batch=3)
+    cases = model_suite.model_suite(words, ["kascade"]).cases
     assert [type(case) for case in cases] == [TextCase, ModelCase, ModelCase, SelectionCase, SelectionCase]
     assert {case.model for case in cases} == {str(shipped.resolve())}
     assert all(case.ragged and case.batch == 3 for case in cases[1:3])
-    assert len(model_suite.model_suite(words, kascade=False).cases) == 3
+    assert len(model_suite.model_suite(words).cases) == 3
     assert {"dense", "random_tiles"} <= set(model_suite.rows(["standard", "kascade"]))
     assert model_suite.rows(["standard"]) == ("standard",)
     small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
@@ -198,8 +198,8 @@ def test_a_calibration_decides_the_settings_of_a_run_and_the_schedule_of_its_row
     file, settings = tmp_path / "c.safetensors", {"top_k": 0.5, "min_keys": 0, "tile_size": 8, "query_tile": 8}
     made = calibrate(open_checkpoint(shipped), [PROSE[:96]], settings)
     made.save(file)
-    words = KascadeWords(calibration=str(file), top_k=0.25)
-    cases = applied(words, model_suite.model_suite(model_suite.ModelSuiteWords(model=str(shipped)), kascade=True).cases)
+    words = {"calibration": str(file), "top_k": 0.25}
+    cases = applied(words, model_suite.model_suite(model_suite.ModelSuiteFlags(model=str(shipped)), ["kascade"]).cases)
     assert {(case.top_k, case.tile_size) for case in cases[1:]} == {(0.25, 8)}
     assert cases[-1].calibration == str(file)
     assert dense.checked_config(cases[-1], None).num_layers == made.num_layers

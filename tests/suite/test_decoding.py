@@ -87,8 +87,8 @@ def test_padding_is_not_counted():
     ids=["llama-3.1-8b", "debug"],
 )
 def test_cache_bytes_per_token_are_keys_and_values_of_all_layers_and_not_of_all_heads(config, size):
-    assert model_program.kv_bytes_per_token(DECODE, config) == size * 4  # float32, as caches are on a CPU
-    assert model_program.kv_bytes_per_token(ModelCase(kind="model_train", model="debug"), config) is None
+    assert model_program.figures(DECODE, config) == {"kv_bytes_per_token": size * 4}  # float32, as caches are on a CPU
+    assert model_program.figures(ModelCase(kind="model_train", model="debug"), config) == {}
 
 
 @pytest.mark.parametrize("fields", [{"batch": 1}, {"kind": "model_train"}], ids=str)
@@ -129,7 +129,7 @@ def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attn
     prefill, decode = parse_records(new_run / "records.jsonl")[0]
     assert (prefill.status, prefill.steps, prefill.tokens) == ("ok", 1, model_program.model_tokens(PREFILL))
     assert (decode.status, decode.steps, decode.tokens) == ("ok", 4, 12)
-    assert prefill.kv_bytes_per_token == decode.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+    assert prefill.figures == decode.figures == {"kv_bytes_per_token": 2 * 2 * 2 * 32 * 4}
     page = (new_run / "details.md").read_text()
     shown = ("TTFT (ms)", "TPOT (ms)", "prefill tokens/s", "decode tokens/s", "KV cache (bytes per token)", "ragged")
     assert [words for words in shown if words not in page] == []

@@ -9,14 +9,22 @@ import dataclasses
 import importlib
 from pathlib import Path
 
-from attnsuite.suite.verbs import VERBS
+from attnsuite.suite.verbs import EXTENSIONS, VERBS
+from attnsuite.suite.verbs.flags import extended
 
 GOLDEN = Path(__file__).with_name("flags.txt")
 
 
 def flags(verb):
-    """Each flag and its default; a positional argument has no dashes."""
+    """Each flag and its default, those of extensions last; a positional argument has no dashes."""
     kind = getattr(importlib.import_module(f"attnsuite.suite.verbs.{verb}"), verb.capitalize())
+    yield from listed(kind)
+    for name in EXTENSIONS:
+        with_flags = extended(kind, verb, [name])
+        yield from (f"{name}: {flag}" for flag in listed(with_flags) if flag not in set(listed(kind)))
+
+
+def listed(kind):
     for field in dataclasses.fields(kind):
         name = field.name if "Positional" in str(field.type) else f"--{field.name.replace('_', '-')}"
         yield name if field.default is dataclasses.MISSING else f"{name} = {field.default}"

@@ -19,11 +19,11 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.kascade import dense, quality, stack_program
 from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
+from attnsuite.suite.kinds.kascade.flags import applied
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
 from attnsuite.suite.kinds.kascade.selection import SELECTION, SelectionCase
 from attnsuite.suite.kinds.kascade.shared import SCORES
 from attnsuite.suite.kinds.kascade.stack import StackCase
-from attnsuite.suite.kinds.kascade.words import KascadeWords, applied
 from attnsuite.suite.suites import QUICK, SUITES
 
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
@@ -248,20 +248,20 @@ def test_nothing_falls_back_to_a_row():
 
 
 def test_words_change_cases_and_name_them_anew():
-    words = KascadeWords(tile_size=64, schedule="manual", anchors="0,2,3", top_k=0.2)
+    words = {"tile_size": 64, "schedule": "manual", "anchors": "0,2,3", "top_k": 0.2}
     changed = applied(words, (GATE, STACK))
     assert (changed[0].schedule, changed[0].anchors, changed[0].tile_size) == ("manual", "0,2,3", 64)
     assert (changed[1].anchors, changed[1].top_k) == (3, 0.2)
     assert changed[0].name != GATE.name
-    assert applied(KascadeWords(), (GATE,)) == (GATE,)
+    assert applied({}, (GATE,)) == (GATE,)
     swept = [dataclasses.replace(GATE, name="", top_k=k) for k in (0.1, 0.2)]
-    assert len(applied(KascadeWords(top_k=0.5), swept)) == 1
+    assert len(applied({"top_k": 0.5}, swept)) == 1
     with pytest.raises(InputError, match="--top-k: no case of this suite is about Kascade"):
-        applied(KascadeWords(top_k=0.5), QUICK.cases)
+        applied({"top_k": 0.5}, QUICK.cases)
 
 
 def test_several_thresholds_and_distances_make_every_case_of_quality_once_for_each_pair():
-    words = KascadeWords(schedule="greedy", threshold="0.5,0.7", max_reuse_dist="2,4")
+    words = {"schedule": "greedy", "threshold": "0.5,0.7", "max_reuse_dist": "2,4"}
     text = SelectionCase(kind="kascade_text", sequence=64, top_k=0.25)
     swept = applied(words, (text, STACK))
     assert [(c.threshold, c.max_reuse_dist) for c in swept[:-1]] == [(0.5, 2), (0.5, 4), (0.7, 2), (0.7, 4)]
@@ -269,7 +269,7 @@ def test_several_thresholds_and_distances_make_every_case_of_quality_once_for_ea
     assert swept[0].name == "kascade-text-prefill-s64-k0.25-t16-th0.5-d2"
     assert swept[-1] == STACK  # its time does not depend on the rule
     assert len({SELECTION.judged_by(dataclasses.replace(c, name="n"), "native") for c in swept[:-1]}) == 1
-    (only,) = applied(KascadeWords(schedule="greedy", threshold="0.5"), (text,))
+    (only,) = applied({"schedule": "greedy", "threshold": "0.5"}, (text,))
     assert (only.threshold, only.name) == (0.5, text.name)
 
 
@@ -285,7 +285,7 @@ def test_row_of_another_kernel_is_interpreted_where_it_cannot_run_and_refused_wh
     assert "executed by an interpreter" in prepared.outcome.notes[-1]
     by_pallas = dataclasses.replace(whole, kernel="pallas", name="")
     assert "kernel='pallas' of kascade is for TPUs and NVIDIA GPUs" in reasons_of("kascade", by_pallas)[0]
-    assert applied(KascadeWords(kernel="pallas"), (whole,)) == (by_pallas,)
+    assert applied({"kernel": "pallas"}, (whole,)) == (by_pallas,)
 
 
 def test_judging_an_interpreted_kernel_sees_what_is_left_out(monkeypatch):
@@ -313,4 +313,4 @@ def test_a_number_of_tiles_is_no_share():
     with pytest.raises(
         InputError, match=r"--top-k 12 must be a share.* 12 tiles of 128 keys are top_k=0\.375 of 4096 keys"
     ):
-        KascadeWords(top_k=12)
+        applied({"top_k": 12}, (GATE,))

@@ -138,7 +138,7 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
     assert (tmp_path / "loss-curves.svg").exists()
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(tmp_path), str(tmp_path)])
-    assert "holds loss curves, whose page stands alone; give that directory by itself." in capsys.readouterr().err
+    assert "holds records of kind 'loss curve', whose page stands alone; give it by itself." in capsys.readouterr().err
     before = (tmp_path / "report.md").read_bytes()
     reports.render(tmp_path)
     assert (tmp_path / "report.md").read_bytes() == before

@@ -46,8 +46,8 @@ def test_random_weights_follow_from_the_seed():
 @pytest.mark.parametrize("model", ["text", "directory"])
 def test_run_and_compile_take_the_names_of_the_others(model, directory, tmp_path):
     name, place = (directory, str(Path(directory).resolve())) if model == "directory" else ("text", "text")
-    words = model_suite.ModelSuiteWords(model=name, sequence=64)
-    assert {case.model for case in model_suite.model_suite(words, kascade=True).cases} == {place}
+    words = model_suite.ModelSuiteFlags(model=name, sequence=64)
+    assert {case.model for case in model_suite.model_suite(words, ["kascade"]).cases} == {place}
     assert words.as_json()["model"] == place
     flags = Compile(backends="standard", targets="v5e", model=name, seq_lens="64", phases="prefill")
     request = compile_request(flags, tmp_path, Limits(1.0, 2**30), ())
@@ -83,7 +83,7 @@ def test_what_a_directory_lacks_is_said(tmp_path):
 
 def test_guides_of_kascade_run_on_the_named_model(tmp_path, directory):
     for model in ("text", directory):
-        suite = model_suite.model_suite(model_suite.ModelSuiteWords(model=model, guide=True), kascade=True)
+        suite = model_suite.model_suite(model_suite.ModelSuiteFlags(model=model, suite="kascade-guide"))
         cases = {case.name: case for case in suite.cases}
         assert suite.name == "kascade-guide"
         assert cases["guide-1b-prefill"].schedule == "greedy-benchmark"
@@ -94,6 +94,6 @@ def test_guides_of_kascade_run_on_the_named_model(tmp_path, directory):
 def test_guides_of_kascade_are_refused_for_layers_that_do_not_see_all(tmp_path):
     config = ModelConfig.from_preset("debug", attention=("sliding", "global"), window_size=16)
     save(Transformer(config), tmp_path / "model")
-    words = model_suite.ModelSuiteWords(model=str(tmp_path / "model"), guide=True)
+    words = model_suite.ModelSuiteFlags(model=str(tmp_path / "model"), suite="kascade-guide")
     with pytest.raises(InputError, match=r"layers of type sliding; --suite kascade-guide is for models whose layers"):
-        model_suite.model_suite(words, kascade=True)
+        model_suite.model_suite(words)

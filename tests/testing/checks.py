@@ -28,6 +28,7 @@ LARGE = 1e4
 # Backends that keep NaN and infinity out of rows which may not see them, in slots behind the lengths, padding and other
 # documents, forward and backward (backends/contract.py). Of every other backend it is measured: `keeps_nan_out`.
 ISOLATING = frozenset({"standard", "chunked", "flash_cpu", "kascade"})
+ISOLATING_ON_CPUS = frozenset({"kascade"})  # measured there alone
 # Backends that were seen to let NaN behind the lengths into other rows, each by a test of its own.
 LETS_NAN_IN = frozenset({"kvax", "splash", "tokamax_splash", "tokamax_triton", "tpu_flash_attention"})
 

@@ -23,7 +23,7 @@ from ...errors import InputError
 from ...measure.text import BYTE_VOCABULARY, BYTES, reader_of
 from ...named_model import checkpoint_of
 from ...user_function import check_reference, is_reference, load_module
-from .schedules import ScheduleWords
+from .schedules import ScheduleFlags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class CalibrateRequest:
     prompts: int
     length: int
     settings: dict[str, Any]
-    words: ScheduleWords
+    words: ScheduleFlags
 
 
 def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:

@@ -29,7 +29,7 @@ from ..model_program import model_config, open_model
 from ..quality import read_text
 from .controls import Watched
 from .methods import settings_of
-from .schedules import ScheduleWords
+from .schedules import ScheduleFlags
 from .selection import SelectionCase, anchor_layers
 
 PROMPTS = 6  # of a calibration
@@ -117,7 +117,7 @@ def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, 
     """The case's own schedule, and the greedy one, from the case's calibration or the one beside ``path``."""
     calibration = load(case.calibration or _calibration_path(path), model)
     limits: dict[str, Any] = {"threshold": case.threshold, "max_reuse_dist": case.max_reuse_dist}
-    words = ScheduleWords(schedule=case.schedule, anchors=",".join(map(str, anchor_layers(case))), **limits)
+    words = ScheduleFlags(schedule=case.schedule, anchors=",".join(map(str, anchor_layers(case))), **limits)
     rule = case.schedule if case.schedule in GREEDY_RULES else "greedy"
     return {"own": words.made(calibration), "greedy": greedy(calibration, **limits, rule=rule)}
 

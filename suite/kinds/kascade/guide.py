@@ -6,10 +6,11 @@ beside the paper's schedule, on the same text, with the controls of every Kascad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...cell import Case
-from .methods import KascadeKernel
+from ..kind import Kernel
 from .selection import SelectionCase
 from .stack import StackCase
 
@@ -27,12 +28,12 @@ GUIDES: dict[str, dict[str, Any]] = {
 LENGTHS = (128, 512)  # at which the guide of the TPU kernel compares it with a reference
 
 
-def guide_cases(config: ModelConfig, sequences: int, shared: dict[str, Any]) -> list[Case]:
+def guide_cases(config: ModelConfig, shared: Mapping[str, Any]) -> tuple[Case, ...]:
     """Loss by guide and phase, one layer of each role, and whole stacks by kernel, in the shapes of the model."""
     anchors = max(2, config.num_layers // 4)
     text = [
         SelectionCase(
-            kind="kascade_text", phase=phase, name=f"guide-{guide}-{phase}", tile_size=TILE_SIZE, sequences=sequences,
+            kind="kascade_text", phase=phase, name=f"guide-{guide}-{phase}", tile_size=TILE_SIZE,
             anchors=str(anchors) if settings["schedule"] == "dp" else "", **settings, **shared,
         )
         for guide, settings in GUIDES.items()
@@ -46,7 +47,7 @@ def guide_cases(config: ModelConfig, sequences: int, shared: dict[str, Any]) -> 
         "top_k": GUIDES["1b"]["top_k"],
     }
     # The parts of one layer by each kernel that a CPU has; whole stacks have a row for each.
-    timed: tuple[tuple[str, int, KascadeKernel], ...] = (
+    timed: tuple[tuple[str, int, Kernel], ...] = (
         ("layer", 1, ""),
         ("layer-flash-cpu", 1, "flash_cpu"),
         ("stack", config.num_layers, ""),
@@ -57,4 +58,4 @@ def guide_cases(config: ModelConfig, sequences: int, shared: dict[str, Any]) -> 
         for length in LENGTHS
         for what, layers, kernel in timed
     ]  # fmt: skip
-    return [*text, *stacks]
+    return (*text, *stacks)

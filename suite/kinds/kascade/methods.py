@@ -7,13 +7,11 @@ kind of a case decides its rows. A row that would repeat another is refused with
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 from attnsuite.backends.kascade import Settings
 
 from ...errors import InputError
-
-KascadeKernel = Literal["", "xla", "pallas", "flash_cpu"]  # the backend's option; empty: the target's default
 
 _QUALITY: tuple[str, ...] = ("kascade_text", "kascade_retrieval")
 _GATE: tuple[str, ...] = ("kascade_gate",)

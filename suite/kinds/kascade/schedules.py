@@ -19,7 +19,7 @@ from ...names import is_whole, parts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleWords:
+class ScheduleFlags:
     """``schedule`` is dp, a greedy rule, greedy-loss or manual.
 
     ``anchors`` is a number of layers (dp, greedy-loss), a list (manual), or empty.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -16,8 +16,8 @@ from ...cell import Asked, Cell, Means, Outcome, Prepared
 from ...errors import CellFailure, InputError
 from ...names import is_whole, parts_of
 from ...typed import Count, Seed
-from ..kind import Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
-from .methods import FINE_TUNED, METHODS, KascadeKernel, rows_of, settings_of
+from ..kind import Kernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+from .methods import FINE_TUNED, METHODS, rows_of, settings_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -59,7 +59,7 @@ class SelectionCase:
     threshold: Annotated[float, Meta(ge=0, le=1)] = 0.65
     max_reuse_dist: Layers = 4
     calibration: str = ""
-    kernel: KascadeKernel = ""
+    kernel: Kernel = ""
     training_steps: Steps = 0
     seed: Seed = 0
 
@@ -109,6 +109,7 @@ class Selections(Kind):
     }
     case: ClassVar = SelectionCase
     shares_process: ClassVar = True
+    controlled: ClassVar = {"kascade_text": "kascade"}
 
     def rows(self, case: SelectionCase) -> tuple[str, ...]:
         """The ways to choose that the case compares."""
@@ -128,11 +129,6 @@ class Selections(Kind):
                     if reasons
                     else cell(case, row, resolved=resolved, mode="native", exact=METHODS[row].exact)
                 )
-
-    def told(self, case: SelectionCase, words: Mapping[str, Any]) -> SelectionCase:
-        """The case with all given fields. Anchors of the suite's schedule are dropped if another schedule was given."""
-        anchors = {"anchors": ""} if "schedule" in words else {}
-        return dataclasses.replace(case, name="", **{**anchors, **words})
 
     def judged_by(self, case: SelectionCase, mode: str | None) -> tuple[SelectionCase, ...]:
         """One case for all phases and schedules: they share its dense logits and its calibration."""

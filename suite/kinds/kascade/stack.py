@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import ClassVar, Literal
 
 from attnsuite.backends import AttentionSpec, Target, resolve
 from attnsuite.backends.devices import usable_cores
@@ -16,9 +16,8 @@ from ...cell import Asked, Cell, Means, Outcome, Prepared
 from ...errors import InputError
 from ...measure import execution, judge
 from ...typed import Count, Seed
-from ..kind import SHORT_DTYPE, Dtype, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
-from .methods import KERNELS, METHODS, KascadeKernel, rows_of, settings_of
-from .words import timed_words
+from ..kind import SHORT_DTYPE, Dtype, Kernel, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
+from .methods import KERNELS, METHODS, rows_of, settings_of
 
 StackKind = Literal["kascade_prefill", "kascade_decode"]
 PARTS = ("anchor_layer", "reuse_layer")
@@ -48,7 +47,7 @@ class StackCase:
     min_keys: Keys = 0
     tile_size: Count = 128
     by_token: bool = True
-    kernel: KascadeKernel = ""
+    kernel: Kernel = ""
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -107,10 +106,6 @@ class Stacks(Kind):
         names = rows_of(case.kind)
         whole = ("dense", *PARTS) if case.layers == 1 else tuple(name for name in names if name not in PARTS)
         return tuple(name for name in names if name in whole and (case.by_token or name != "kascade_token"))
-
-    def told(self, case: StackCase, words: Mapping[str, Any]) -> StackCase:
-        """The case with the given sizes and, if it has several layers, the given number of anchors."""
-        return dataclasses.replace(case, name="", **timed_words(words, anchors=case.layers > 1))
 
     def cells(self, case: StackCase, asked: Asked) -> Iterable[Cell]:
         """A cell per row. On a CPU all rows share all cores, and dense attention is also timed on one device.
