@@ -11,7 +11,7 @@ in another order in blocks of another shape. A key with more than half of its ro
 probability is taken from the saved sum, not from its score.
 
 Short queries against long keys (decoding) use the plain formula, whose scores are linear in the key length there
-(``decode.py`` on a CPU, ``standard.py`` elsewhere).
+(``decode.py`` on a CPU, ``standard.py`` elsewhere), and so do problems with few scores. The plan's notes say so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from . import blocks, chunked_tiles, decode, kv_cache, sinks, standard, tuned
+from . import blocks, chunked_shares, chunked_tiles, decode, kv_cache, sinks, standard, tuned
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
@@ -44,6 +44,11 @@ from .tuned import Entry
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
 # matrix so small that it stays in the cache (the two cross at about 128 x 128 on a 2-core CPU).
 SMALL_SCORES = 128 * 128
+
+_PLAIN_NOTE = (
+    f"chunked takes XLA's plain formula for {decode.SHORT_QUERY} or fewer queries, whose scores are linear in the "
+    f"number of keys, and for at most {SMALL_SCORES} scores a head, which stay in the cache."
+)
 
 OPTIONS = {
     "block_q": "query rows per block (a multiple of 8)",
@@ -89,13 +94,12 @@ class Chunked:
             return kv_cache.unrounded(
                 spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, given))
             )
-        if step and spec.needs_grad:
-            return decode.differentiated(spec, layout, functools.partial(decode.plan, spec), target)
         if step:
-            return decode.plan(spec, layout)
+            made, differentiated = functools.partial(decode.plan, spec), decode.differentiated
+            return _plainly(differentiated(spec, layout, made, target) if spec.needs_grad else made(layout))
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
         if spec.query_length <= decode.SHORT_QUERY or (small and not given.keys() - {"tuned"}):
-            return standard.STANDARD.plan(spec, layout, target=target)
+            return _plainly(standard.STANDARD.plan(spec, layout, target=target))
         program = self._program(spec, layout, target, given)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
@@ -180,6 +184,10 @@ class Chunked:
             for heads in (2, 4)
             if block_q <= block_kv <= max(8 * block_q, 256)
         )
+
+
+def _plainly(made: Plan) -> Plan:
+    return dataclasses.replace(made, notes=(*made.notes, _PLAIN_NOTE))
 
 
 def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...] = ()) -> BlockSizes:
@@ -317,7 +325,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     def attend(
         query: Array, key: Array, value: Array | None, learned: _Learned, traced: list[EitherArray] | None
     ) -> Any:
-        return _result(program, *passes.forward(program, query, (key, value), Terms(**learned), *of(traced)[0]))
+        return _result(program, *chunked_shares.forward(program, query, (key, value), Terms(**learned), of(traced)[0]))
 
     def forward(
         query: Array, key: Array, value: Array | None, learned: _Learned, traced: list[EitherArray] | None
@@ -325,7 +333,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         if of(traced)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = passes.forward(unrounded, query, (key, value), Terms(**learned), *of(traced)[0])
+        exact, top, rest = chunked_shares.forward(unrounded, query, (key, value), Terms(**learned), of(traced)[0])
         out = chunked_tiles.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
@@ -336,12 +344,12 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     def backward(residuals: Any, cotangents: Any) -> Any:
         operands, learned, traced, out, lost, top, rest = residuals
         terms = Terms(**learned)
-        layout, columns = of(traced)[1]  # forward has refused a plan without
+        tables = of(traced)[1]  # forward has refused a plan without
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
         seen = out, top, rest
-        *gradients, d_terms = passes.backward(program, operands, seen, (d_out, d_lse), terms, layout, columns)
+        *gradients, d_terms = chunked_shares.backward(program, operands, seen, (d_out, d_lse), terms, tables)
         if terms.sinks is not None:
             d_terms = dataclasses.replace(d_terms, sinks=sinks.gradient(learned["sinks"], seen, d_out, d_lse))
         return *gradients, {name: getattr(d_terms, name) for name in learned}, None

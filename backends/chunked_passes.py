@@ -57,19 +57,20 @@ def _visit(
 ) -> Any:
     """Fold ``step(start, width, carry, mixed)`` over the blocks of one row: mixed ones first, then all-visible ones."""
     for table in tables:
-        order, partial, full = (jnp.asarray(x)[batch, row] for x in (table.order, table.partial, table.full))
+        partial, full = (0 if never(x) else jnp.asarray(x)[batch, row] for x in (table.partial, table.full))
+        order = jnp.asarray(table.order)[batch, row]
 
         def visit(n: Array, carry: Any, *, mixed: bool, order: Array = order, width: int = table.width) -> Any:
             return step(order[n] * width, width, carry, mixed)
 
-        if not _never(table.partial):
+        if not never(table.partial):
             carry = lax.fori_loop(0, partial, functools.partial(visit, mixed=True), carry)
-        if not _never(table.full):
+        if not never(table.full):
             carry = lax.fori_loop(partial, partial + full, functools.partial(visit, mixed=False), carry)
     return carry
 
 
-def _never(counts: Any) -> bool:
+def never(counts: Any) -> bool:
     """Whether no row has such a block, known at trace time; the loop is then left out of the program."""
     return isinstance(counts, np.ndarray) and not counts.any()
 

@@ -218,10 +218,16 @@ CALLER = Suite(
             for operand in ("mask", "key_mask", "bias")
             for gradient in (False, True)
         ),
+        CallerCase(way="jit", sequence=2048, operand="learned_bias", gradient=True),
         *(
             CallerCase(way="jit", **_STEP, kv_heads=kv_heads, dtype=dtype, kv_layout=kv_layout)
             for kv_heads in (8, 2)
             for dtype in ("float32", "bfloat16")
+            for kv_layout in ("NHD", "HND")
+        ),
+        *(
+            CallerCase(way="jit", **_STEP, kv_heads=2, dtype="bfloat16", kv_layout=kv_layout, **cache)
+            for cache in ({"page_size": 16}, {"kv_dtype": "int8"})
             for kv_layout in ("NHD", "HND")
         ),
         CallerCase(way="vmap", **_STEP, batch=4, operand="lengths"),

@@ -6,7 +6,8 @@ For a group of queries and a block of keys, :meth:`Added.emit_fetch` writes one 
 lane per query as the scores: the bias times log2(e), less slope times distance, and ``-inf`` where the mask or a bias
 of ``-inf`` hides the key. A block in which every pair is hidden is skipped. The backward pass leaves the slopes ``dS``
 in the place of these numbers, and :meth:`Added.emit_gradient` adds them to the bias's gradient, row by row, and their
-products with the distances to a number per row. A mask function (``expression.py``) adds ``-inf`` as a mask does.
+products with the distances to a number per row. The first row of a bias's row clears its part of the gradient block by
+block, in the core's cache (:meth:`Added.emit_clear`). A mask function (``expression.py``) adds ``-inf`` as a mask does.
 A score function is called where the scores become probabilities and slopes, by :meth:`Added.modified`.
 
 Mask and bias are ``[batch, heads, queries, keys]``, any of which may be 1. Row ``r`` of a tile begins at an offset that
@@ -38,13 +39,17 @@ _AXES = {"mask": ("MB", "MN", "MT", "MS"), "bias": ("BB", "BN", "BT", "BS")}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrays:
-    """What a kernel adds: a mask, a bias of a dtype (empty: none), ALiBi's slopes, a mask and a score function."""
+    """What a kernel adds: a mask, a bias of a dtype (empty: none), ALiBi's slopes, a mask and a score function.
+
+    ``learned`` are those of bias and ALiBi whose gradient a backward kernel computes.
+    """
 
     mask: bool = False
     bias: str = ""
     alibi: bool = False
     visible: Expression | None = None
     score: Expression | None = None
+    learned: tuple[str, ...] = ()
 
     @property
     def any(self) -> bool:
@@ -109,12 +114,12 @@ class Added:
         """Byte offsets of what is kept of a tile's rows."""
         n = self.queries
         four = {name: (16 + 4 * i) * n for i, name in enumerate(("slope", "position", "distance", "batch", "head"))}
-        return {"mask": 0, "bias": 8 * n, **four}
+        return {"mask": 0, "bias": 8 * n, **four, "first": 36 * n}
 
     @staticmethod
     def row_bytes(queries: int) -> int:
         """Of a tile."""
-        return 36 * queries
+        return 40 * queries
 
     def distances(self, rows_: Value) -> Value:
         """Of a tile: per row the sum of ``dS`` times distance."""
@@ -135,6 +140,9 @@ class Added:
                     batches, heads, tokens, keys = (dims[axis] for axis in _AXES[name])
                     row = (batch // (dims["B"] // batches) * heads + h % heads) * tokens + t % tokens
                     to.at(self._at[name]).at(i, 8).store(row * keys, 8)
+                if "bias" in self.arrays.learned:
+                    first = (batch % (dims["B"] // dims["BB"])).equals(0) & (h < dims["BN"]) & (t < dims["BT"])
+                    to.at(self._at["first"]).at(i, 4).store(e.select(first, e.const(i32, 1), 0))
                 if self.arrays.alibi:
                     of_batch = batch // (dims["B"] // dims["A"]) * dims["N"]
                     slope = self.state.pointer(s, "data:alibi").at(of_batch + h, 4).load(f32)
@@ -285,6 +293,26 @@ class Added:
         query = self._number(rows_, "position", row, vector(i32, self.isa.lanes))
         return _apart(e, query, e.splat(position.load(i32), self.isa.lanes))
 
+    def emit_clear(self, module: ir.Module, keys: int) -> ir.Function:
+        """``clear(state, rows, slot)``: zeros in the bias's gradient for ``keys`` keys from ``slot`` on.
+
+        Of the rows that are the first, in the order of the items, to add there. The others find what these have left.
+        """
+        lanes = self.isa.lanes
+        with (
+            Function(module, "clear", [ptr, ptr, i64]) as (e, (s, rows_, slot)),
+            e.loop(0, self.queries) as i,
+            e.when(self._number(rows_, "first", i, i32).equals(1)),
+        ):
+            target = self._row(s, "data:d_bias", "bias", rows_, i, 4)
+            stop = e.min(slot + keys, self.state.dims(s)["BS"])
+            whole = e.max(stop - slot, 0) // lanes * lanes + slot
+            with e.loop(slot, whole, lanes) as k:
+                target.at(k, 4).store(e.const(vector(f32, lanes), 0.0))
+            with e.loop(whole, stop) as k:
+                target.at(k, 4).store(e.const(f32, 0.0))
+        return e.function
+
     def emit_gradient(self, module: ir.Module) -> ir.Function:
         """``added_gradient(state, rows, g, positions, slot, start, stop, slopes)``: the arguments as of ``fetch``.
 
@@ -292,9 +320,9 @@ class Added:
         """
         with Function(module, "added_gradient", [ptr, ptr, i64, ptr] + [i64] * 3 + [ptr]) as (e, arguments):
             s, rows_, g, positions, slot, start, stop, slopes = arguments
-            if self.arrays.alibi:
+            if "alibi" in self.arrays.learned:
                 self._add_distances(e, rows_, g, positions, (start, stop), slopes)
-            if self.arrays.bias:
+            if "bias" in self.arrays.learned:
                 self._add_to_bias(e, s, rows_, g, slot, (start, stop), slopes)
         return e.function
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from .. import decode, kv_cache, sinks
@@ -333,21 +334,27 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
     def attend(*operands: Any) -> Any:
         return _result(calls, *compute(calls, *operands)[0])
 
-    def forward(*operands: Any) -> tuple[Any, Any]:
+    def forward(*primals: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
             raise ValueError(_NO_GRADIENT)
+        operands = jax.tree.map(lambda x: x.value, primals)
+        # The names of those whose gradient is asked are keys of a tree, so that they are static.
+        learned = {name: None for name in ("bias", "alibi") if name in primals[4] and primals[4][name].perturbed}
         (out, top, total), unseen = first_derivative(functools.partial(compute, unrounded))(*operands)
         lost = None if calls.spec.dtype == "float32" else rounding_error(out, calls.spec.dtype)
         if lost is not None and not _float32_gradients(calls.spec):
             lost = lost.astype(jnp.bfloat16)
         out = out.astype(calls.kernel.out_dtype)
-        return _result(calls, out, top, total), (operands, (out, lost, top, total), unseen)
+        return _result(calls, out, top, total), (operands, (out, lost, top, total), unseen, learned)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (query, key, value, sunk, extra, traced), (out, lost, top, total), unseen = residuals
+        (query, key, value, sunk, extra, traced), (out, lost, top, total), unseen, names = residuals
+        learned = tuple(name for name in ("bias", "alibi") if name in names)
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
         d_out, d_lse = cotangents if calls.spec.return_log_sum_exp else (cotangents, None)
+        d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out
+        d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
         d_sinks = None
         if unseen is not None:
             spoilt = jnp.isnan(total)
@@ -356,15 +363,14 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
             d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
             top = jnp.where(unseen, UNSEEN_TOP, top)
         operands = query, key, value, traced or seen, out, top, total, d_out, d_lse, extra
-        found = first_derivative(calls.backward)(*operands)
+        found = first_derivative(functools.partial(calls.backward, learned=learned))(*operands)
         of_extra: dict[str, Array | None] = dict.fromkeys(extra)
-        learned = [name for name in ("bias", "alibi") if name in extra]
         of_extra.update(
             {n: x.reshape(extra[n].shape).astype(extra[n].dtype) for n, x in zip(learned, found[3:], strict=True)}
         )
         return *found[:3], d_sinks, of_extra, None
 
-    attend.defvjp(forward, backward)
+    attend.defvjp(forward, backward, symbolic_zeros=True)
     return attend, None if static else seen
 
 

@@ -45,7 +45,7 @@ def phases(module: ir.Module, isa: Isa, kernel: Kernel, state: State) -> tuple[P
     """The phases of a backward pass, with their functions in the module."""
     buffers = Buffers(isa, kernel)
     write = emit_write(module, buffers, state)
-    sets = _sets if kernel.arrays.bias else lambda dims: dims["B"] * dims["K"]
+    sets = _sets if "bias" in kernel.arrays.learned else lambda dims: dims["B"] * dims["K"]
     columns = _emit_columns(module, buffers, state, write)
     add = emit_add(module, buffers, state, write)
     return (
@@ -62,13 +62,11 @@ def _sets(dims: Dims) -> Any:
 
 def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.Function) -> ir.Function:
     """``item(state, workspace, index)``: every ``P``-th key block of a KV head, against all its rows."""
-    write_slopes = emit_write_slopes(module, buffers, state) if buffers.kernel.arrays.alibi else None
+    write_slopes = emit_write_slopes(module, buffers, state) if "alibi" in buffers.kernel.arrays.learned else None
     load_tile = emit_load_tile(module, buffers, state)
-    find_rows = (
-        Added(buffers.isa, buffers.kernel.arrays, state, BLOCK_ROWS).emit_rows(module)
-        if buffers.kernel.arrays.any
-        else None
-    )
+    extra = Added(buffers.isa, buffers.kernel.arrays, state, BLOCK_ROWS)
+    find_rows = extra.emit_rows(module) if extra.arrays.any else None
+    clear = extra.emit_clear(module, BLOCK_KEYS) if "bias" in extra.arrays.learned else None
     load_block = emit_load_block(module, buffers, state)
     step = emit_step(module, buffers, state)
     store = emit_store_block(module, buffers, state)
@@ -98,7 +96,10 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
                     e.run(fill, of_block, gradients_size // 4, zero)
                 e.run(load_block, s, w, head, n * BLOCK_KEYS)
                 with e.loop(0, panel) as i:
-                    e.run(step, s, w, tiles.at(i * tile_size), of_block, numbers, n * BLOCK_KEYS)
+                    tile = tiles.at(i * tile_size)
+                    if clear is not None:
+                        e.run(clear, s, tile.at(of_tile["added_rows"]), n * BLOCK_KEYS)
+                    e.run(step, s, w, tile, of_block, numbers, n * BLOCK_KEYS)
                 with e.when(first + panel >= count):
                     e.run(store, s, of_block, head, n * BLOCK_KEYS)
             with e.loop(0, panel) as i:
@@ -110,7 +111,7 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
                 )
                 if write_slopes is not None:
                     e.run(write_slopes, s, tiles.at(i * tile_size + of_tile["added_rows"]), head, n, part)
-    return _emit_sets(module, state, e.function, alone=not buffers.kernel.arrays.bias)
+    return _emit_sets(module, state, e.function, alone=clear is None)
 
 
 def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: bool) -> ir.Function:
@@ -152,7 +153,7 @@ def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     options: dict[str, Any] = {"soft_cap": kernel.soft_cap, "pack": pack, "added": kernel.arrays.any, "modify": modify}
     plain, masked = (slopes(module, isa, n, mixed=mixed, **options) for mixed in (False, True))
     fetch = extra.emit_fetch(module) if kernel.arrays.any else None
-    keep = extra.emit_gradient(module) if kernel.arrays.bias or kernel.arrays.alibi else None
+    keep = extra.emit_gradient(module) if kernel.arrays.learned else None
     of_block, of_tile, of_gradients = buffers.block[0], buffers.tile[0], buffers.gradients[0]
     with Function(module, "step", [ptr] * 5 + [i64]) as (e, (s_, w, tile, gradients, numbers, slot)):
         block = {name: w.at(offset) for name, offset in of_block.items()}

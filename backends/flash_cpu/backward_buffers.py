@@ -18,10 +18,7 @@ PANEL_TILES = 12  # most tiles of BLOCK_ROWS rows that are packed at a time; 32 
 
 
 def operands(kernel: Kernel) -> tuple[Operand, ...]:
-    """The forward pass's operands and results, the cotangent, and an array whose length is the number of parts.
-
-    With a bias, also zeros, in whose place its gradient is added up.
-    """
+    """The forward pass's operands and results, the cotangent, and an array whose length is the number of parts."""
     value = ("B", "T", "N", kernel.value_head_dim)
     return (
         *kernel.operands,
@@ -30,21 +27,21 @@ def operands(kernel: Kernel) -> tuple[Operand, ...]:
         Operand("d_out", kernel.dtype, value),
         Operand("d_lse", "float32", ("B", "T", "N")),
         Operand("parts", "float32", ("L", "P")),
-        *([Operand("zeros", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
     )
 
 
 def results(kernel: Kernel) -> tuple[Operand, ...]:
-    """The gradients, in ``kernel.out_dtype``. Those of what is added to the scores are float32.
+    """The gradients, in ``kernel.out_dtype``. Those of what is added to the scores and is learned are float32.
 
     ``d_slope`` has the sum of ``dS`` times distance of each row and part.
     """
+    learned = kernel.arrays.learned
     return (
         Operand("d_query", kernel.out_dtype, ("B", "T", "N", kernel.head_dim)),
         Operand("d_key", kernel.out_dtype, ("B", "S", "K", kernel.head_dim)),
         Operand("d_value", kernel.out_dtype, ("B", "S", "K", kernel.value_head_dim)),
-        *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if kernel.arrays.bias else []),
-        *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if kernel.arrays.alibi else []),
+        *([Operand("d_bias", "float32", ("BB", "BN", "BT", "BS"))] if "bias" in learned else []),
+        *([Operand("d_slope", "float32", ("B", "T", "N", "P"))] if "alibi" in learned else []),
     )
 
 

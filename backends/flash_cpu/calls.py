@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from ..contract import AttentionSpec
 from ..devices import usable_cores
 from ..manual_axes import varying
+from ..partitioned import by_shares
 from . import expression, forward, targets
 from .added import Arrays
 from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
@@ -22,7 +23,6 @@ from .decode_buffers import MOST_ROWS, MOST_ROWS_PER_TILE, DecodeKernel
 from .expression import Expression
 from .forward import Kernel
 from .isa import Isa
-from .partitioned import by_shares
 from .visibility import Visibility, by_interval
 
 _NOTHING: Mapping[str, Any] = {}
@@ -76,14 +76,11 @@ class Calls:
         kind: str,
         kernel: Any,
         arrays: Mapping[str, Any],
-        *,
-        aliases: Mapping[str, str] = _NOTHING,
         **sizes: int,
     ) -> dict[str, Array]:
         """The results of a kernel of :data:`attnsuite.backends.flash_cpu.targets.KINDS` by name, from its operands.
 
         ``sizes`` are dimensions of results that no operand has, and those whose operand is but an array of that length.
-        ``aliases`` maps an operand to the result that takes its place.
         """
         signature = targets.KINDS[kind].signature(self.isa, kernel)
         given = {"numbers": self.numbers, **{name: jnp.asarray(x) for name, x in arrays.items()}}
@@ -101,7 +98,6 @@ class Calls:
             targets.target(kind, kernel, self.isa).name,
             results,
             vmap_method="broadcast_all",
-            input_output_aliases={order[0].index(x): order[1].index(y) for x, y in aliases.items()} or None,
         )
         return dict(zip(order[1], varying(run(*operands), operands), strict=True))
 
@@ -147,10 +143,11 @@ class Calls:
         d_out: Array,
         d_lse: Array | None,
         extra: Mapping[str, Any] = _NOTHING,
+        learned: tuple[str, ...] = (),
     ) -> tuple[Array, ...]:
         """dq, dk and dv, from the results of :meth:`forward` and the cotangents of the output and the log-sum-exp.
 
-        Then the gradients of the bias and of ALiBi's slopes, if ``extra`` has them.
+        Then the gradients of the operands that are ``learned``: of ``bias`` and ``alibi`` in this order.
 
         The kernel reads an output of the input dtype. A float32 output has its rounding error taken off the cotangent
         of the log-sum-exp: in rowsum(dO * O) it would be as large as the gradient of a key that has most of its row.
@@ -158,11 +155,11 @@ class Calls:
         d_lse = jnp.zeros_like(top) if d_lse is None else d_lse.astype(jnp.float32)
         arrays = {"query": query, "key": key, "value": value, "out": out, "top": top, "total": total}
         arrays |= {"d_out": d_out, "d_lse": d_lse, **seen.by_name, **extra}
-        learned = {"d_bias": "bias" in extra, "d_slope": "alibi" in extra}
-        names = ("d_query", "d_key", "d_value", *(name for name, there in learned.items() if there))
+        names = ("d_query", "d_key", "d_value", *({"bias": "d_bias", "alibi": "d_slope"}[name] for name in learned))
         kernel = self.adding(extra)
-        if any(learned.values()):  # all sequences add to one gradient
-            found = self.gradients("backward", kernel, arrays)
+        kernel = dataclasses.replace(kernel, arrays=dataclasses.replace(kernel.arrays, learned=learned))
+        if learned:  # all sequences add to one gradient
+            found = self.gradients("backward", kernel, arrays, learned)
             return tuple(found[name] for name in names)
 
         def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -170,7 +167,9 @@ class Calls:
 
         return self._by_shares(compute, arrays, *names)
 
-    def gradients(self, kind: str, kernel: Any, arrays: Mapping[str, Array], **sizes: int) -> dict[str, Array]:
+    def gradients(
+        self, kind: str, kernel: Any, arrays: Mapping[str, Array], learned: tuple[str, ...] = (), **sizes: int
+    ) -> dict[str, Array]:
         """The results of a backward kernel on one device; ``d_slope`` is the gradient of ALiBi's slopes."""
         dtype, out, d_out, d_lse = arrays["query"].dtype, *(arrays[name] for name in ("out", "d_out", "d_lse"))
         if out.dtype != dtype:
@@ -179,11 +178,9 @@ class Calls:
             counts = (lost != 0) & jnp.isfinite(lost)
             d_lse = d_lse - jnp.where(counts, d_out.astype(jnp.float32) * lost, 0).sum(-1)
         given = {**arrays, "out": out.astype(dtype), "d_out": d_out.astype(dtype), "d_lse": d_lse}
-        bias, aliases = arrays.get("bias"), {}
-        if bias is not None:  # the kernel adds to zeros, where they lie
-            given["zeros"], aliases = jnp.zeros(bias.shape, jnp.float32), {"zeros": "d_bias"}
-        found = self.call(kind, kernel, given, aliases=aliases, P=self._parts(bias), **sizes)
-        return found | {"d_slope": -found["d_slope"].sum((0, 1, 3))} if "alibi" in arrays else found
+        parts = self._parts(arrays["bias"] if "bias" in learned else None)
+        found = self.call(kind, kernel, given, P=parts, **sizes)
+        return found | {"d_slope": -found["d_slope"].sum((0, 1, 3))} if "alibi" in learned else found
 
     @property
     def _side_by_side(self) -> int:

@@ -41,7 +41,7 @@ from ..measure.program import Program, named_outputs, with_gradients
 from ..record import TensorError
 from . import parts
 from .formulas import op_bytes, op_flops, op_tokens
-from .inputs import make_inputs
+from .inputs import layout_of, make_inputs
 from .kind import Kind, of_backends, of_peers
 from .op_case import Call, OpCase, spec_of, without_window
 
@@ -101,6 +101,17 @@ def op_program(
     query, key, value, d_out = arrays
     arrays = (query, key, value, d_out) if case.needs_grad else (query, key, value)
     return Program(op_function(case, plan), (layout, *arrays), renewed=tuple(range(1, 1 + len(arrays))))
+
+
+def plan_notes(case: OpCase, row: str) -> tuple[str, ...]:
+    """What the plan of a native cell says of itself: that it takes another formula, for instance."""
+    notes: list[str] = []
+
+    def plan(layout: Layout) -> None:
+        notes.extend(plan_whole(registry.get(row), spec_of(case), layout, target=Target.here()).notes)
+
+    jax.eval_shape(plan, layout_of(case))
+    return tuple(notes)
 
 
 def judged_case(case: C, mode: str | None = "native") -> tuple[C, tuple[str, ...]]:
@@ -219,6 +230,7 @@ class Attention(Kind):
             return Prepared(Outcome(notes=notes), answers=answers)
         whole = peers.program(cell.row, case) if cell.row in peers.PEERS else program(case)
         _, timed, outcome = execution.execute(whole, means, cell.devices, spec_of(case) if cell.devices == 1 else None)
+        notes = (*notes, *([] if cell.row in peers.PEERS else plan_notes(case, str(cell.resolved))))
         outcome = dataclasses.replace(
             outcome,
             flops=op_flops(case),

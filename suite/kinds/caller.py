@@ -18,7 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, attention_fn, make_spec, oracle, resolve
+from attnsuite.backends import (
+    AttentionSpec,
+    Layout,
+    Target,
+    Terms,
+    attention,
+    attention_fn,
+    kv_cache,
+    make_spec,
+    oracle,
+    resolve,
+)
 from attnsuite.backends.kv_layout import swap
 
 from ..cell import Asked, Cell, Means, Prepared
@@ -36,7 +47,7 @@ if TYPE_CHECKING:
     from ..record import TensorError
 
 Way = Literal["eager", "jit", "vmap", "layers", "nnx", "linen"]
-Operand = Literal["none", "causal", "mask", "key_mask", "bias", "lengths"]
+Operand = Literal["none", "causal", "mask", "key_mask", "bias", "learned_bias", "lengths"]
 LIBRARY = "library"
 _FLAX = ("nnx", "linen")
 
@@ -49,8 +60,10 @@ class CallerCase:
     jitted chain of ``layers`` calls. ``nnx`` and ``linen`` are a decode step of flax's multi-head attention with its
     own cache, donated from step to step; flax passes an array as the mask. ``query_length`` is the number of query
     tokens (default: ``sequence``). ``operand`` is what comes beside the three arrays: ``is_causal=True``; a boolean
-    ``mask`` [1, 1, T, S] that says the same; a ``key_mask`` [B, 1, 1, S] of padding; a ``bias`` [1, N, T, S]; or
-    ``lengths`` of the keys. Raises InputError for a field that does not fit.
+    ``mask`` [1, 1, T, S] that says the same; a ``key_mask`` [B, 1, 1, S] of padding; a ``bias`` [1, N, T, S], whose own
+    gradient is asked for too if it is a ``learned_bias``; or ``lengths`` of the keys. A jitted decode step may read
+    pages of ``page_size`` slots, in any order, and numbers of ``kv_dtype`` with a scale per slot and head; ``library``
+    gathers and multiplies them out first. Raises InputError for a field that does not fit.
     """
 
     kind: Literal["caller"] = "caller"
@@ -67,6 +80,8 @@ class CallerCase:
     gradient: bool = False
     layers: Count = 1
     kv_layout: Literal["NHD", "HND"] = "NHD"
+    page_size: Count | None = None
+    kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +98,17 @@ class CallerCase:
             raise InputError(f"case {self.name}: flax's layer keeps its cache as 'NHD'; leave kv_layout out.")
         if self.way != "layers" and self.layers != 1:
             raise InputError(f"case {self.name}: layers = {self.layers} is for way = 'layers'; leave it at 1.")
+        if self.operand == "learned_bias" and not self.gradient:
+            raise InputError(f"case {self.name}: operand = 'learned_bias' needs gradient = true; or use 'bias'.")
+        if self.is_cache and (self.way != "jit" or self.tokens != 1 or self.gradient or self.operand != "none"):
+            raise InputError(
+                f"case {self.name}: page_size and kv_dtype are of a decode step's cache; use way = 'jit', "
+                "query_length = 1 and gradient = false, and leave operand at 'none'."
+            )
+        if self.page_size is not None and self.sequence % self.page_size:
+            raise InputError(
+                f"case {self.name}: page_size = {self.page_size} does not divide sequence = {self.sequence}."
+            )
         if self.operand in ("causal", "mask") and self.tokens != self.sequence:
             raise InputError(
                 f"case {self.name}: operand = {self.operand!r} needs as many queries as keys; leave query_length out."
@@ -92,6 +118,16 @@ class CallerCase:
     def tokens(self) -> int:
         """Query tokens."""
         return self.sequence if self.query_length is None else self.query_length
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether keys and values are paged or quantised."""
+        return self.page_size is not None or self.kv_dtype is not None
+
+    @property
+    def pages(self) -> int | None:
+        """Pages of the pool."""
+        return None if self.page_size is None else self.batch * self.sequence // self.page_size
 
 
 def _name(case: CallerCase) -> str:
@@ -103,6 +139,8 @@ def _name(case: CallerCase) -> str:
         f"l{case.layers}": case.layers != 1,
         "gradient": case.gradient,
         "hnd": case.kv_layout == "HND",
+        f"page{case.page_size}": case.page_size is not None,
+        str(case.kv_dtype): case.kv_dtype is not None,
     }
     return "-".join([*parts, *(text for text, wanted in options.items() if wanted), SHORT_DTYPE[case.dtype]])
 
@@ -119,10 +157,13 @@ def caller_spec(case: CallerCase) -> AttentionSpec:
         dtype=case.dtype,
         is_causal=case.operand == "causal",
         has_mask=case.operand in ("mask", "key_mask") or case.way in _FLAX,
-        has_bias=case.operand == "bias",
+        has_bias=case.operand in ("bias", "learned_bias"),
         has_seq_lengths=case.operand == "lengths",
         needs_grad=case.gradient,
         kv_layout=case.kv_layout,
+        page_size=case.page_size,
+        num_pages=case.pages,
+        kv_dtype=case.kv_dtype,
     )
 
 
@@ -137,10 +178,31 @@ def _exact(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None,
 def _attend(case: CallerCase, row: str) -> Callable[..., Any]:
     """The function that is called: of JAX or of this project."""
     if row == LIBRARY:
-        attend = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-        return attend if case.kv_layout == "NHD" else lambda q, k, v, **x: attend(q, swap(k), swap(v), **x)
+        return functools.partial(_library, case)
     options: dict[str, Any] = {"needs_grad": case.gradient, "kv_layout": case.kv_layout}
     return functools.partial(attention, backend=row, on_unavailable="raise", **options)
+
+
+def _library(
+    case: CallerCase,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    page_table: Any = None,
+    key_scales: Any = None,
+    value_scales: Any = None,
+    **options: Any,
+) -> Array:
+    """JAX's function, on contiguous keys and values with slots before heads."""
+
+    def whole(x: Any, scales: Any) -> Any:
+        x = x if scales is None else (x.astype(jnp.float32) * scales[..., None]).astype(case.dtype)
+        x = swap(x) if case.kv_layout == "HND" else x
+        return x if page_table is None else x[page_table].reshape(case.batch, case.sequence, *x.shape[2:])
+
+    key, value = whole(key, key_scales), whole(value, value_scales)
+    return jax.nn.dot_product_attention(query, key, value, implementation="xla", **options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,20 +221,25 @@ def _given(case: CallerCase, draw: Draw | None = None) -> _Given:
         return jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
 
     b, t, s, h = case.batch, case.tokens, case.sequence, case.head_dim
-    query, key, value = normal(b, t, case.heads, h), normal(b, s, case.kv_heads, h), normal(b, s, case.kv_heads, h)
-    if case.kv_layout == "HND":
-        key, value = swap(key), swap(value)
+    slots = (b, s) if case.page_size is None else (b * s // case.page_size, case.page_size)
+    query, *cache = normal(b, t, case.heads, h), normal(*slots, case.kv_heads, h), normal(*slots, case.kv_heads, h)
+    scales: list[Array] = []
+    if case.kv_dtype is not None:
+        cache, scales = map(list, zip(*(kv_cache.quantize(x, case.kv_dtype) for x in cache), strict=True))
+    key, value, *scales = map(swap, (*cache, *scales)) if case.kv_layout == "HND" else (*cache, *scales)
     lengths = np.linspace(s, (s + 1) // 2, b + 1)[1:].astype(np.int32)
     d_out = normal(b, t, case.heads, h)
     operands: dict[str, Callable[[], dict[str, Any]]] = {
-        "none": dict,
+        "none": lambda: dict(zip(("key_scales", "value_scales"), scales, strict=False)),
         "causal": lambda: {"is_causal": True},
         "mask": lambda: {"mask": jnp.tril(jnp.ones((1, 1, t, s), bool))},
         "key_mask": lambda: {"mask": jnp.asarray(np.arange(s) < lengths[:, None, None, None])},
-        "bias": lambda: {"bias": normal(1, case.heads, t, s)},
+        **dict.fromkeys(("bias", "learned_bias"), lambda: {"bias": normal(1, case.heads, t, s)}),
         "lengths": lambda: {"key_value_seq_lengths": jnp.asarray(lengths)},
     }
     beside = operands[case.operand]()
+    if case.pages is not None:
+        beside["page_table"] = jnp.asarray(rng.permutation(case.pages).astype(np.int32).reshape(b, -1))
     query, key, value, d_out = renewed((query, key, value, d_out), draw)
     return _Given((query, key, value, d_out), beside)
 
@@ -207,6 +274,10 @@ def _attention_program(case: CallerCase, row: str, given: _Given) -> Program:
         return Program(call, (query, key, value, operands), compiles_itself, renewed=(0, 1, 2))
 
     def both(query: Any, key: Any, value: Any, d_out: Any, operands: Any) -> Any:
+        if case.operand == "learned_bias":
+            return with_gradients(lambda q, k, v, x: call(q, k, v, {"bias": x}))(
+                query, key, value, operands["bias"], d_out
+            )
         return with_gradients(lambda q, k, v: call(q, k, v, operands))(query, key, value, d_out)
 
     return Program(both, (query, key, value, d_out, operands), compiles_itself, renewed=(0, 1, 2, 3))
@@ -275,17 +346,21 @@ def _expected(case: CallerCase, given: _Given) -> dict[str, Any]:
     """Output and gradients in float64, through all layers."""
     query, key, value, d_out = given.arrays
     spec = dataclasses.replace(caller_spec(case), batch=case.batch)
-    layout = Layout(mask=given.beside.get("mask"), key_value_seq_lengths=given.beside.get("key_value_seq_lengths"))
-    terms, queries = Terms(bias=given.beside.get("bias")), list[Any]([query])
+    of_layout, of_terms = (
+        {name: given.beside.get(name) for name in names}
+        for names in (("mask", "key_value_seq_lengths", "page_table"), ("bias", "key_scales", "value_scales"))
+    )
+    layout, terms, queries = Layout(**of_layout), Terms(**of_terms), list[Any]([query])
     for _ in range(case.layers):
         queries.append(oracle.forward(spec, layout, queries[-1], key, value, terms))
     found: dict[str, Any] = {"out": queries[-1]}
     if case.gradient:
-        slope, of_cache = d_out, {"dk": 0, "dv": 0}
+        others = ("dk", "dv", "dbias") if case.operand == "learned_bias" else ("dk", "dv")
+        slope, of_others = d_out, dict.fromkeys(others, 0)
         for layer in reversed(queries[:-1]):
             slopes = oracle.gradients(spec, layout, layer, key, value, slope, terms=terms)
-            slope, of_cache = slopes["dq"], {name: x + slopes[name] for name, x in of_cache.items()}
-        found |= {"dq": slope, **of_cache}
+            slope, of_others = slopes["dq"], {name: x + slopes[name] for name, x in of_others.items()}
+        found |= {"dq": slope, **of_others}
     return found
 
 
@@ -306,6 +381,7 @@ def _of_one_head(case: CallerCase, given: _Given, choice: int) -> tuple[CallerCa
     )
     of_keys = (batch, kv) if case.kv_layout == "HND" else (batch, slice(None), kv)
     at = {"out": (batch, slice(None), heads), "dq": (batch, slice(None), heads), "dk": of_keys, "dv": of_keys}
+    at["dbias"] = slice(None), heads
     query, key, value, d_out = given.arrays
     cut = {"bias": (slice(None), heads), "mask": (slice(None) if case.operand == "mask" else batch,)}
     cut["key_value_seq_lengths"] = (batch,)
@@ -345,9 +421,10 @@ class Caller(Kind):
         save_reference(path, expected, outputs, case.dtype)
 
     def recheck(self, case: CallerCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
-        """The heads of one KV head, by the oracle; of flax's layer everything, since it mixes the heads."""
-        if case.way in _FLAX:
-            expected, found = _flax_expected(case, draw), outputs
+        """The heads of one KV head, by the oracle; of a cache, and of flax's layer that mixes heads, everything."""
+        if case.way in _FLAX or case.is_cache:
+            exact = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _given(case, draw))
+            expected, found = exact, outputs
             library = execution.outputs_of(caller_program(case, LIBRARY), draw)
         else:
             part, given, at = _of_one_head(case, _given(case, draw), choice)

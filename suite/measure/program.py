@@ -25,10 +25,11 @@ class Program:
 
 
 def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """``(query, key, value, d_out) -> (out, dq, dk, dv)`` of an attention."""
+    """``(query, key, value, d_out) -> (out, dq, dk, dv)`` of an attention; a bias behind the value has its gradient."""
 
-    def forward_backward(query: Any, key: Any, value: Any, d_out: Any) -> Any:
-        out, pull_back = jax.vjp(attend, query, key, value)
+    def forward_backward(*arrays: Any) -> Any:
+        *operands, d_out = arrays
+        out, pull_back = jax.vjp(attend, *operands)
         return out, *pull_back(d_out)
 
     return forward_backward
@@ -37,4 +38,4 @@ def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
 def named_outputs(outputs: Any) -> dict[str, Any]:
     """The outputs of an attention call by name."""
     values = outputs if isinstance(outputs, tuple) else (outputs,)
-    return dict(zip(("out", "dq", "dk", "dv")[: len(values)], values, strict=True))
+    return dict(zip(("out", "dq", "dk", "dv", "dbias")[: len(values)], values, strict=True))

@@ -1,5 +1,6 @@
 """The chunked backend: the contract, block sizes that do not change results, and memory that grows linearly."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -39,6 +40,19 @@ class TestChunked(Conformance):
 def test_block_sizes_do_not_change_what_is_computed(case, options):
     problem = problems.problem(case, None)
     check_accuracy(compiled(CHUNKED, problem, Target.here(), "native", options)(*problem.inputs), problem)
+
+
+@pytest.mark.parametrize(
+    ("case", "plain"),
+    [("few-queries-16", True), ("few-queries-17", False), ("length-128", True), ("length-129", False)],
+)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_plan_says_where_it_takes_the_plain_formula(case, plain, gradient):
+    """The conformance suite has a case on each side of the switch."""
+    problem = problems.problem(case, None)
+    spec = dataclasses.replace(problem.spec, needs_grad=gradient)
+    notes = plan(CHUNKED, spec, problem.layout, target=Target.here()).notes
+    assert any("chunked takes XLA's plain formula" in note for note in notes) is plain
 
 
 @pytest.mark.parametrize(

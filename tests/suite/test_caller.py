@@ -62,6 +62,27 @@ def test_a_timed_call_is_judged_by_its_own_inputs(way, choice, tmp_path):
     assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
 
 
+MORE = [
+    {"operand": "learned_bias", "gradient": True},
+    *({"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": kv_layout} for kv_layout in ("NHD", "HND")),
+    *({"query_length": 1, "kv_dtype": "int8", "kv_layout": kv_layout} for kv_layout in ("NHD", "HND")),
+]
+
+
+@pytest.mark.parametrize("row", ["library", "chunked"])
+@pytest.mark.parametrize("fields", MORE, ids=str)
+def test_a_learned_bias_and_a_cache_are_judged_by_their_own_inputs(fields, row, tmp_path):
+    case = case_of("jit", **fields)
+    found = prepared(case, row, tmp_path)
+    assert found.outcome.status == "ok", found.outcome.error
+    assert ("dbias" in found.outcome.accuracy) is case.gradient
+    assert all(error.passed for error in found.outcome.accuracy.values())
+    found.timed.sample(7)
+    outputs, call, kind = found.named(found.timed.kept), found.timed.call, kind_of("caller")
+    assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), 0).values())
+    assert not all(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), 0).values())
+
+
 @pytest.mark.parametrize("way", ["eager", "nnx", "linen"])
 def test_no_sample_holds_a_compilation(way, tmp_path):
     timed, compiled = prepared(case_of(way, **WAYS[way]), "standard", tmp_path).timed, []
@@ -106,6 +127,9 @@ def test_times_are_relative_to_the_library(example_record):
         ({"way": "jit", "layers": 3}, "way = 'layers'"),
         ({"way": "jit", "operand": "mask", "query_length": 1}, "as many queries as keys"),
         ({"way": "linen", "query_length": 1, "operand": "bias"}, "makes the mask of its cache"),
+        ({"way": "jit", "operand": "learned_bias"}, "needs gradient = true"),
+        ({"way": "jit", "page_size": 16}, "of a decode step's cache"),
+        ({"way": "jit", "query_length": 1, "page_size": 5}, "does not divide sequence = 32"),
     ],
 )
 def test_a_case_that_nobody_can_call_is_an_error(fields, word):

@@ -98,6 +98,8 @@ CASES: dict[str, Case] = {
     "more-queries": case(T=230, S=100),
     "more-keys-causal": case(T=100, S=230, is_causal=True),
     "more-queries-causal": case(T=230, S=100, is_causal=True),
+    # up to 16 queries chunked and flash_cpu (with a gradient) take the plain formula
+    **{f"few-queries-{T}": case(B=1, T=T, S=1100, N=2, K=1) for T in (16, 17)},
     "one-key": case(T=40, S=1),
     "decode-1": _decode(513, 200, 1, S=513),
     "decode-4": _decode(700, 300, 4, T=4, S=700),

@@ -1,22 +1,26 @@
 """The flash_cpu backend passes the whole conformance suite, and takes all of the contract but some functions."""
 
 import fnmatch
+import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnsuite.testing import Conformance, problems, random_specs
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Target, plan, registry, support
+from attnsuite.backends import AttentionSpec, Target, attention, plan, registry, support
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.isa import KNOWN
 
 ISAS = tuple(isa.name for isa in Processor.here().isas())  # the best first
 SPEC = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16)
 # What only changes which blocks are computed, and with what group of heads: no kernel has other instructions for it.
-BLOCKS = ("gqa-[14]", "heads-equal", "length-12[78]", "length-2100", "more-*", "one-key", "window-*", "chunk-*",
-          "segments*", "padding-*", "ragged*", "positions-*", "rows-*")  # fmt: skip
+BLOCKS = ("gqa-[14]", "heads-equal", "length-12[78]", "length-2100", "more-*", "few-*", "one-key", "window-*",
+          "chunk-*", "segments*", "padding-*", "ragged*", "positions-*", "rows-*")  # fmt: skip
 ONE_OF_EACH = ("window-asymmetric", "window-bfloat16", "chunk-causal", "segments-causal", "padding-both-ends",
                "ragged-causal", "positions-shuffled")  # fmt: skip
 
@@ -40,6 +44,50 @@ class TestFlashCpuWithAvx2(Conformance):
     examples = 4
     cases_for_eager = cases_for_vmap = ("causal",)
     cases_for_traced_layouts = ("combination-ragged",)
+
+
+@pytest.mark.parametrize(("case", "plain"), [("few-queries-16", True), ("few-queries-17", False), ("one-key", True)])
+def test_a_plan_says_where_its_gradients_are_those_of_the_plain_formula(case, plain):
+    """The conformance suite has a case on each side of the switch."""
+    problem = problems.problem(case, None)
+    notes = plan(registry.get("flash_cpu"), problem.spec, problem.layout, target=Target.here()).notes
+    assert any("plain formula" in note for note in notes) is plain
+
+
+def of_bias(shape, wanted):
+    """The compiled gradients of these operands (query, key, value, bias) by a backend, and their arguments."""
+    rng = np.random.default_rng(0)
+    arrays = [
+        jnp.asarray(rng.standard_normal(x), jnp.float32) for x in ((2, 130, 4, 16), *[(2, 150, 2, 16)] * 2, shape)
+    ]
+
+    def run(backend):
+        def loss(query, key, value, bias):
+            return (attention(query, key, value, bias=bias, backend=backend, on_unavailable="raise") ** 2).sum()
+
+        return jax.jit(jax.grad(loss, wanted)).lower(*arrays).compile()
+
+    return run, arrays
+
+
+FORMS = [(2, 4, 130, 150), (1, 4, 130, 150), (2, 1, 130, 150), (1, 1, 130, 150), (1, 4, 1, 150), (1, 1, 1, 150)]
+
+
+@pytest.mark.parametrize("shape", FORMS, ids=str)
+def test_gradient_of_a_bias_begins_at_zero_whatever_lay_there(shape):
+    run, arrays = of_bias(shape, 3)
+    own, right = run("flash_cpu"), run("standard")(*arrays)
+    for _ in range(3):
+        jnp.full(shape, jnp.nan).block_until_ready().delete()  # its memory is given to the gradient
+        np.testing.assert_allclose(own(*arrays), right, atol=2e-6 * float(jnp.abs(right).max()))
+
+
+def test_gradient_of_a_bias_that_nobody_asks_for_is_not_computed():
+    def size(wanted):
+        found = of_bias(FORMS[0], wanted)[0]("flash_cpu").memory_analysis()
+        return found.output_size_in_bytes + found.temp_size_in_bytes
+
+    assert size((0, 1, 2, 3)) - size((0, 1, 2)) >= 4 * math.prod(FORMS[0])
 
 
 @pytest.mark.parametrize("name", ["flash_cpu", "chunked"])

@@ -1,8 +1,9 @@
-"""The kernels on a mesh with automatic axes: each device computes its share of the batch and of the heads.
+"""A program on a mesh with automatic axes: each device computes its share of the batch and of the heads.
 
-XLA knows nothing of what a native kernel computes, so it would gather whole arrays for it. ``custom_partitioning`` says
-by a rule which dimensions are independent, and hands over each device's share of the operands. A share is a problem of
-the same kind with fewer sequences and heads, so no key or value moves.
+XLA knows nothing of what a native kernel computes, and does not divide a loop over tiles of heads: it would gather
+whole arrays for both. ``custom_partitioning`` says by a rule which dimensions are independent, and hands over each
+device's share of the operands. A share is a problem of the same kind with fewer sequences and heads, so no key or value
+moves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..contract import AttentionSpec
+from .contract import AttentionSpec
 
 Compute = Callable[..., tuple[Any, ...]]  # (spec, *operands) -> results
 # The dimensions of each operand and result, one letter each; "." for one that no other has.
@@ -29,7 +30,8 @@ def by_shares(compute: Compute, spec: AttentionSpec, operands: Sequence[Any], di
     """``compute(spec, *operands)``; where XLA divides batch or heads among devices, each with the spec of its share.
 
     ``b`` is the batch, ``n`` the query heads, ``k`` the KV heads, ``t`` and ``s`` the lengths, ``h`` and ``v`` the head
-    dimensions. Programs of one device, and those inside of ``jax.shard_map``, are as without it.
+    dimensions. Programs of one device, and those inside of ``jax.shard_map``, are as without it. Forward derivatives
+    are those of ``compute``, on whole arrays.
     """
     whole = functools.partial(compute, spec)
     if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
@@ -62,7 +64,9 @@ def by_shares(compute: Compute, spec: AttentionSpec, operands: Sequence[Any], di
         found = jax.vmap(whole, in_axes=axes)(*given)
         return found, jax.tree.map(lambda _: True, found)
 
-    return batched(*operands)
+    run = jax.custom_jvp(batched)
+    run.defjvp(lambda given, tangents: jax.jvp(whole, given, tangents))
+    return run(*operands)
 
 
 def _without_ones(letters: str, shape: Sequence[int]) -> str:

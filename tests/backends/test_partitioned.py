@@ -1,4 +1,4 @@
-"""On a mesh with automatic axes each device runs the kernels on its share, and no key or value is gathered."""
+"""On a mesh with automatic axes each device computes its share, and no key or value is gathered."""
 
 import json
 import re
@@ -54,6 +54,7 @@ CASES = {
     "lengths": (gradient, {}, {"key_value_seq_lengths": lengths}),
     "mask": (gradient, {}, {"mask": mask}),
     "bias": (forward, {}, {"bias": bias}),
+    "constant bias": (gradient, {}, {"bias": bias}),
     "decode": (step, {}, {"key_value_seq_lengths": lengths}),
     "log-sum-exp": (forward, {"return_log_sum_exp": True}, {}),
     "functions": (gradient, {"mask_function": masks.Dilated(3), "score_function": leaning}, {}),
@@ -65,7 +66,8 @@ operands = [shard(x, whole) for x in (q, k, v)]
 for name, (make, fixed, arrays) in CASES.items():
     expected = jax.jit(make("standard", **fixed))(q, k, v, arrays)
     given = {n: shard(x, P(None, "heads") if n == "bias" else placed[x.ndim]) for n, x in arrays.items()}
-    for backend in ("flash_cpu", "chunked", "standard") if name in ("causal", "gradient", "decode") else ("flash_cpu",):
+    standard = ["standard"] if name in ("causal", "gradient", "decode") else []
+    for backend in ("flash_cpu", "chunked", *standard):
         compiled = jax.jit(make(backend, **fixed)).lower(*operands, given).compile()
         out = compiled(*operands, given)
         error = max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected)))
@@ -87,7 +89,8 @@ def found(request):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-CASES = ["causal", "gradient", "segments", "lengths", "mask", "bias", "decode", "log-sum-exp", "functions"]
+CASES = ["causal", "gradient", "segments", "lengths", "mask", "bias", "constant bias", "decode", "log-sum-exp",
+         "functions"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,15 +104,18 @@ def test_each_device_computes_its_share_and_nothing_is_gathered(found, name):
     assert case["moved"] == []
 
 
-@pytest.mark.parametrize("name", ["causal", "gradient", "decode"])
-def test_xla_divides_the_operations_of_standard(found, name):
-    case = found[f"{name} standard"]
-    assert case["error"] < 2e-5
-    assert case["moved"] == []
+DIVIDED = [*(f"{name} chunked" for name in CASES if name not in ("functions", "constant bias")),
+           *(f"{name} standard" for name in ("causal", "gradient", "decode"))]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["causal chunked", "vmap flash_cpu"])
-def test_what_is_gathered_is_right_and_seen(found, name):
-    """The controls. XLA gathers for the loops of ``chunked`` over heads, and for a batch of problems."""
+@pytest.mark.parametrize("name", DIVIDED)
+def test_nothing_is_gathered_for_the_operations_of_xla(found, name):
     assert found[name]["error"] < 2e-5
-    assert found[name]["moved"] == ["all-gather"]
+    assert found[name]["moved"] == []
+
+
+@pytest.mark.parametrize("name", ["functions chunked", "constant bias chunked", "vmap flash_cpu", "vmap chunked"])
+def test_what_is_gathered_is_right_and_seen(found, name):
+    """The controls: loops that call a user's functions, gradients with a bias, and a batch of problems."""
+    assert found[name]["error"] < 2e-5
+    assert "all-gather" in found[name]["moved"]

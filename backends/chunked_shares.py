@@ -1,0 +1,107 @@
+"""The passes of ``chunked`` on a mesh with automatic axes: each device computes its share (``partitioned.py``).
+
+The tables of a layout are operands of such a program. What is known of them when it is traced stays known: a kind of
+block that no row has costs no loop in a share either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from . import chunked_passes as passes
+from .blocks import BlockTable, PaddedLayout
+from .chunked_tiles import Program
+from .operands import Terms
+from .partitioned import by_shares
+from .spec import AttentionSpec
+
+_Tables = tuple[PaddedLayout, tuple[BlockTable, ...]]
+
+_LETTERS = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskv",
+    "bias": "bnts",
+    **dict.fromkeys(("alibi", "sinks"), "n"),
+    **dict.fromkeys(("out", "d_out"), "btnv"),
+    **dict.fromkeys(("top", "rest", "d_lse"), "btn"),
+}
+
+
+def forward(
+    program: Program, query: Array, keys_values: tuple[Array, Array | None], terms: Terms, tables: _Tables
+) -> tuple[Array, Array, Array]:
+    """As :func:`attnsuite.backends.chunked_passes.forward`, of a contiguous cache."""
+    arrays = {"query": query, "key": keys_values[0], "value": keys_values[1], **_given(terms)}
+
+    def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, Array, Array]:
+        learned = Terms(**{name: x[name] for name in _given(terms)})
+        return passes.forward(program, x["query"], (x["key"], x.get("value")), learned, *tables)
+
+    return _by_shares(program, compute, arrays, tables, ("btnv", "btn", "btn"))
+
+
+def backward(
+    program: Program,
+    operands: tuple[Array, Array, Array | None],
+    seen: tuple[Array, Array, Array],
+    cotangents: tuple[Array, Array | None],
+    terms: Terms,
+    tables: _Tables,
+) -> tuple[Array, Array, Array | None, Terms]:
+    """As :func:`attnsuite.backends.chunked_passes.backward`."""
+    if terms.bias is not None or terms.alibi is not None:  # all sequences add to one gradient
+        return passes.backward(program, operands, seen, cotangents, terms, *tables)
+    names = ("query", "key", "value", "out", "top", "rest", "d_out", "d_lse")
+    arrays = dict(zip(names, (*operands, *seen, *cotangents), strict=True))
+
+    def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, ...]:
+        query, key, value, out, top, rest, d_out, d_lse = (x.get(name) for name in names)
+        found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), Terms(), *tables)
+        return tuple(x for x in found[:3] if x is not None)
+
+    results = ("btnh", "bskh", *(["bskv"] if operands[2] is not None else []))
+    d_query, d_key, *d_value = _by_shares(program, compute, arrays, tables, results)
+    return d_query, d_key, (*d_value, None)[0], Terms()
+
+
+def _given(terms: Terms) -> dict[str, Any]:
+    return {name: getattr(terms, name) for name in terms.given()}
+
+
+def _by_shares(
+    program: Program,
+    compute: Callable[[Program, Mapping[str, Any], _Tables], tuple[Array, ...]],
+    arrays: Mapping[str, Any],
+    tables: _Tables,
+    results: Sequence[str],
+) -> Any:
+    arrays, spec = {name: x for name, x in arrays.items() if x is not None}, program.spec
+    places, tree = jax.tree_util.tree_flatten_with_path(tables)
+    absent = [path[-1].name in ("partial", "full") and passes.never(x) for path, x in places]
+
+    def of_share(own: AttentionSpec, *given: Any) -> tuple[Array, ...]:
+        heads = math.gcd(program.sizes.heads_per_tile, own.num_kv_heads)
+        sizes = program.sizes if own == spec else dataclasses.replace(program.sizes, heads_per_tile=heads)
+        leaves = [np.zeros(x.shape, np.int32) if no else x for x, no in zip(given[len(arrays) :], absent, strict=True)]
+        share = dataclasses.replace(program, spec=own, sizes=sizes)
+        return compute(share, dict(zip(arrays, given, strict=False)), tree.unflatten(leaves))
+
+    given = *arrays.values(), *(x for _, x in places)
+    functions = spec.mask_function, spec.score_function  # they may hold arrays, which a share's program cannot
+    if functions != (None, None) or not program.on_cpu:
+        return of_share(spec, *given)
+    dims = [*(_LETTERS[name] for name in arrays), *(_of_table(path[-1].name, x) for path, x in places)]
+    return by_shares(of_share, spec, given, dims, results)
+
+
+def _of_table(name: str, x: Any) -> str:
+    """The letters of an array that says which blocks are seen; its lengths are padded to whole blocks."""
+    return "bn.." if name == "mask" else "b" + "." * (x.ndim - 1)
