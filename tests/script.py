@@ -5,14 +5,21 @@ import subprocess
 import sys
 
 
-def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What the script wrote, and its exit code."""
+def run(script: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What the script wrote, and its exit code. ``words`` are its arguments; its imports are those of this process."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script, *map(str, words)],
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def printed(script: str, *words: object, **environment: str) -> str:
+    """What a script wrote that ended well."""
+    done = run(script, *words, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -1,12 +1,12 @@
 """Strict numerics, as equinox tests with: no silent promotion of a dtype or a rank in any backend."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import jax
 import pytest
+
+from script import printed
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,9 +36,7 @@ print(json.dumps([xla_bridge.backends_are_initialized(), sorted({name.partition(
 """
 
     def run(code: str) -> tuple[bool, set[str]]:
-        done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        initialised, packages = json.loads(done.stdout)
+        initialised, packages = json.loads(printed(code + report))
         return initialised, set(packages)
 
     return run

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +22,7 @@ from attnsuite.backends import (
     support,
 )
 from attnsuite.backends.dealing import divided
+from script import printed
 
 pytestmark = pytest.mark.newest
 
@@ -70,17 +68,7 @@ CASES = {"standard": DIVIDED, "chunked": ["combination", "log-sum-exp", "sinks",
 
 def test_two_devices_pass_the_conformance_checks():
     """In a process with two devices."""
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES, json.dumps(CASES)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed(TWO_DEVICES, json.dumps(CASES), JAX_NUM_CPU_DEVICES="2").splitlines()[-1])
     assert found == {f"{backend} {case}": "held" for backend, names in CASES.items() for case in names}
 
 

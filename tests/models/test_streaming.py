@@ -1,9 +1,5 @@
 """Layer by layer: the numbers of the whole model, in the memory of one layer."""
 
-import os
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +7,7 @@ import pytest
 from attnsuite.models import ModelConfig, Transformer, load_shipped, open_checkpoint, save, streamed_nats
 from attnsuite.models.loss import token_nats
 from attnsuite.models.text import load_text, windows
+from script import printed
 
 CONFIGS = {
     "llama": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
@@ -101,10 +98,7 @@ for source in sys.argv[1:]:
 def test_streaming_takes_no_more_memory_for_more_layers(two_depths):
     """The same of loading is seen by the test of convert."""
     sources, layer = two_depths
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", STREAM, *map(str, sources)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
-    shallow, _, deep, nats = map(float, done.stdout.split())
+    shallow, _, deep, nats = map(float, printed(STREAM, *sources).split())
     assert shallow > layer
     assert deep - shallow < 1.5 * layer, (shallow / layer, deep / layer)  # of three layers more
     assert 1 < nats < 30

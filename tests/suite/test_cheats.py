@@ -92,11 +92,22 @@ def run(folder: Path, case: str, names: list[str], *flags: str) -> dict[str, dic
     return {record["requested"].rpartition(":")[2]: record for record in records}
 
 
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    """Folder and records of one run of what attacks the judge, what may be replaced, and what outlives a run."""
+    folder = tmp_path_factory.mktemp("beside")
+    others = ("replaces_the_clock", "replaces_the_wait", "leaves_a_child")
+    return folder, run(folder, FORWARD, ["honest", *GROUPS["what judges"][1], *others])
+
+
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group):
+def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group, request):
     case, cheats = GROUPS[group]
     is_new = case not in [other for other, _ in [*GROUPS.values()][: [*GROUPS].index(group)]]
-    found = run(tmp_path, case, [*["honest"] * is_new, *cheats])
+    if group == "what judges":
+        _, found = request.getfixturevalue("beside")
+    else:
+        found = run(tmp_path, case, [*["honest"] * is_new, *cheats])
     if is_new:
         assert found["honest"]["status"] == "ok"
         assert found["honest"]["samples"]
@@ -106,9 +117,9 @@ def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group):
         assert not found[name]["samples"]
 
 
-def test_what_is_replaced_in_the_process_changes_no_time(tmp_path):
+def test_what_is_replaced_in_the_process_changes_no_time(beside):
     """The clock and the wait are taken before."""
-    found = run(tmp_path, FORWARD, ["honest", "replaces_the_clock", "replaces_the_wait"])
+    _, found = beside
     for name in ("replaces_the_clock", "replaces_the_wait"):
         assert min(found[name]["samples"]) > 0.2 * min(found["honest"]["samples"])
 
@@ -121,13 +132,11 @@ def test_memory_that_is_taken_elsewhere_counts(tmp_path):
     assert found["honest"]["memory"]["process_high_water"] < 2**28
 
 
-def test_a_child_that_outlives_the_run_can_write_nowhere(tmp_path):
-    found = run(tmp_path, FORWARD, ["leaves_a_child"])
+def test_a_child_that_outlives_the_run_can_write_nowhere(beside):
+    folder, found = beside
     assert found["leaves_a_child"]["status"] == "ok"
-    assert not (tmp_path / "mark").exists(), "some process ran the function unconfined"
-    assert not [
-        p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or ["", ""])[-1:]
-    ]
+    assert not (folder / "mark").exists(), "some process ran the function unconfined"
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or ["", ""])[-1:]]
 
 
 def test_what_a_function_starts_is_stopped_while_another_is_timed_and_ends_with_it(tmp_path):

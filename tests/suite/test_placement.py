@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from attnsuite.suite.measure import placement
+from script import printed
 
 PINNED = """
 import json, os, pathlib
@@ -28,8 +28,7 @@ print(json.dumps([before, pinned, sorted(map(list, map(os.sched_getaffinity, poo
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says where a thread may run")
 def test_each_thread_of_the_pool_has_a_processor_of_its_own():
     """The name of the threads is XLA's own: this fails with a jaxlib that calls them otherwise."""
-    done = subprocess.run([sys.executable, "-P", "-c", PINNED], capture_output=True, text=True, check=True)
-    before, pinned, places, usable = json.loads(done.stdout)
+    before, pinned, places, usable = json.loads(printed(PINNED))
     processors = sorted(os.sched_getaffinity(0))
     assert before is None  # JAX had made no pool
     assert pinned == len(processors)

@@ -28,6 +28,7 @@ from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from command import WorkerHere
+from script import printed
 
 
 def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, monkeypatch):
@@ -47,8 +48,7 @@ def test_worker_starts_without_what_a_call_of_attention_does_not_need():
     modules = "attnsuite.suite.grid.worker, attnsuite.suite.grid.run, attnsuite.reports"
     uses = "from attnsuite.suite.verbs import flags, run; flags.text_of(run.Run())"
     code = f"import sys, {modules}; {uses}; print(*{{'flax', 'scipy.stats', 'matplotlib'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert not done.stdout.split()
+    assert not printed(code).split()
 
 
 # Answers a request after ten steps of its own, as work that stops with the process does.

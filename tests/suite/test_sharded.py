@@ -6,10 +6,7 @@ Rows of the suite `sharded`, and broken ones, in processes of their own: JAX cou
 import contextlib
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +19,7 @@ from attnsuite.suite.kinds import make_case
 from attnsuite.suite.sharded_grid import cell_of, rows
 from attnsuite.suite.store import RECORDS, parse_records
 from command import code_of
+from script import run
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
 DEVICES = 8
@@ -164,16 +162,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def broken():
-    own = os.environ.get("XLA_FLAGS", "")  # how this environment of tox compiles
-    flags = f"{own} --xla_force_host_platform_device_count={DEVICES}"
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", BROKEN], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(BROKEN, JAX_NUM_CPU_DEVICES=str(DEVICES))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]) | {"warnings": done.stderr}
 

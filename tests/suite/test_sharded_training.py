@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from attnsuite.models.sharded_training import MeshSizes, place_on
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.host_devices import parse_mesh
 from command import code_of
+from script import printed
 
 TRAIN = """
 import json, sys, jax
@@ -63,19 +62,15 @@ def trained(tmp_path_factory):
     if missing() is not None:
         pytest.skip(str(missing()))
     out = tmp_path_factory.mktemp("mesh")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    said = printed(
+        TRAIN,
+        out,
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
         # A run that is resumed compiles nothing anew.
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out / "compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(out)], env=environment, capture_output=True, text=True, check=False
+        JAX_COMPILATION_CACHE_DIR=os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out / "compiled")),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return out, json.loads(done.stdout.splitlines()[-1])
+    return out, json.loads(said.splitlines()[-1])
 
 
 def test_eight_devices_train_like_one_step_for_step(trained):

@@ -1,9 +1,6 @@
 """The guide's direct use of Kvax, with ``kvax.ops`` and ``kvax.utils`` replaced by one import."""
 
 import inspect
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +8,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends.kvax import interpreted_ops, ops
+from script import printed
 
 NAMES = (
     "flash_attention",
@@ -73,12 +71,8 @@ for context, devices in (None, 1), ("context", 2):
 
 @pytest.mark.needs_kvax
 def test_the_guides_code_runs_forward_and_backward_on_one_device_and_two():
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
-        "NPROC": "16",  # threads enough for devices that wait in callbacks
-    }
-    done = subprocess.run([sys.executable, "-c", GUIDE], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["None", "context"], done.stderr[-3000:]
+    # NPROC: threads enough for devices that wait in callbacks.
+    assert printed(GUIDE, JAX_NUM_CPU_DEVICES="2", NPROC="16").split() == ["None", "context"]
 
 
 def attend(query, key, calc_bwd_mask=True):
@@ -130,6 +124,4 @@ def test_without_a_gpu_the_error_names_the_other_import():
 
 
 def test_importing_loads_neither_kvax_nor_triton():
-    program = "import sys, attnsuite.backends.kvax.ops; assert not {'kvax', 'triton', 'jax_triton'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed("import sys, attnsuite.backends.kvax.ops; assert not {'kvax', 'triton', 'jax_triton'} & set(sys.modules)")

@@ -4,12 +4,9 @@ One process of its own: devices are counted once per process. ``NPROC`` gives JA
 that waits in a callback keeps one, and with fewer than there are devices they wait for each other.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from script import printed
 
 pytestmark = pytest.mark.needs_kvax
 
@@ -23,16 +20,7 @@ DEALT = {
 
 
 def in_four_devices(code):
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
-        "NPROC": "16",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed(code, JAX_NUM_CPU_DEVICES="4", NPROC="16", PYTHONWARNINGS="error")
 
 
 def test_same_as_the_oracle_however_it_is_dealt():

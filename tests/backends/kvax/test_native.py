@@ -5,12 +5,11 @@ its dependencies) the launches are lowered for CUDA on any machine.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from attnsuite.backends.kvax import availability
+from script import printed
 
 LOWERED = """
 import collections
@@ -51,9 +50,7 @@ for kernel, signature, specialization, *_ in launch.func.__globals__["_COMPILED_
 def test_launches_are_lowered_for_cuda_with_the_stride_hint():
     if reasons := availability.missing("native"):
         (pytest.fail if os.environ.get("ATTNSUITE_REQUIRE_KVAX") else pytest.skip)(" ".join(reasons))
-    done = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    plain, batched, triton_cache, *kernels = done.stdout.splitlines()
+    plain, batched, triton_cache, *kernels = printed(LOWERED).splitlines()
     assert plain == batched == "6 {'bfloat16'}"
     assert triton_cache == str(os.environ.get("TRITON_CACHE_DIR"))
     assert [line for line in kernels if "mask" not in line] == [
