@@ -25,7 +25,7 @@ TOOLS = {"attnsuite", "pip", "pytest", "tox", "python"}
 REPLAYED = {"docs/tutorial.md": "tests/test_tutorial.py", "docs/how-to/guard.md": "tests/suite/test_guard.py"}
 # The first row that fits a command says what it needs; test_every_row_fits_a_command finds a row too many.
 NEEDS = {
-    r"\$OUT|--executor ray|--shard|runs/shard-|runs/jax-": "several machines (tests/suite/test_fleet.py: nodes on one)",
+    r"--executor ray|--shard|part-1|runs/shard-|runs/jax-": "several machines (tests/suite/test_fleet.py has nodes)",
     r"^pip |pre-commit": "a network",
     r"\bDIR\b|Llama-3|\bFILE\b|c4|wiki": "weights or text of yours",
     r"^attnsuite compile|--target ": "the compilers of other devices (extras tpu, compile-cuda, kvax), and minutes",
@@ -38,7 +38,7 @@ NEEDS = {
 HERE = r"attnsuite (doctor|report|choose|compare|--tyro)"  # what is left of these is run below, on published records
 RUNS = {
     "cpu-intel-xeon": ("results", "results-before", "results-after", "others", "mine", "runs/mine"),
-    "compiled-v5e": ("compiled",),
+    "compiled-v5e": ("compiled", "mine-h100"),
 }
 
 
@@ -156,26 +156,16 @@ def test_every_row_fits_a_command():
     assert set(NEEDS.values()) <= {way(page, words) for page, words in EVERY}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if not PUBLISHED.is_dir():
-        pytest.skip("a source distribution has no published records")
-    folder = tmp_path_factory.mktemp("shown")
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="a source distribution has no published records")
+def test_commands_that_need_nothing_run_on_published_records(tmp_path, monkeypatch, capsys):
+    """In the order of the pages, so that `report mine.zip` finds what `report mine --bundle mine.zip` wrote."""
     for published, names in RUNS.items():
         for name in names:
-            shutil.copytree(PUBLISHED / published, folder / name)
-    return folder
-
-
-COMMANDS = list(dict.fromkeys(shlex.join(words[1:]) for page, words in EVERY if way(page, words) == "here"))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_runs(command, folder, monkeypatch, capsys):
-    """In the order of the pages, so that `report mine.zip` finds what `--bundle mine.zip` wrote."""
-    monkeypatch.chdir(folder)
-    assert code_of(*shlex.split(command)) in (0, 3)
-    assert capsys.readouterr().out
+            shutil.copytree(PUBLISHED / published, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for words in dict.fromkeys(tuple(words[1:]) for page, words in EVERY if way(page, words) == "here"):
+        assert code_of(*words) in (0, 3, None), (words, capsys.readouterr())  # None: tyro ends with no code, which is 0
+        assert capsys.readouterr().out, words
 
 
 if __name__ == "__main__":
