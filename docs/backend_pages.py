@@ -90,8 +90,10 @@ def _ran(name: str, published: Mapping[str, tuple[Record, ...]]) -> Iterator[str
             where[mode].append(f"{link}, {ran[0].started[:10]}, cells: {len(ran)}{ratios}")
     for mode, pages in where.items():
         if pages:
-            listed = "".join(f"\n  - {page}" for page in pages) if mode == "native" else f" {'; '.join(pages)}"
-            yield f"- {_MODES[mode]} ({', '.join(sorted(targets[mode]))}):{listed}"
+            timed = [page for page in pages if "of `standard`" in page]
+            others = "; ".join(page for page in pages if page not in timed)
+            yield f"- {_MODES[mode]} ({', '.join(sorted(targets[mode]))}): {others}".rstrip()
+            yield from (f"  - {page}" for page in timed)
     if not targets:
         yield "Nowhere yet: no published run has it."
 

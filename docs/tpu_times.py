@@ -5,14 +5,13 @@ TIMES.csv has the times of tokamax's wheel (0.0.17) and of its repository, a row
 repository. The page has the weights that `suite/absent/expected.py` holds.
 """
 
-import collections
 import csv
 import dataclasses
 import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from attnsuite.suite.absent.expected import CHIPS, TERMS
 
 KERNEL, DEVICES = "pallas_mosaic_tpu_flash_attention", {"tpu_v5": "v5p", "tpu_v6_lite": "v6e", "tpu7x": "tpu7x"}
 SIZES = (256, 512, 1024, 2048, 4096)
-BLOCKS = ("block_q", "block_kv", "block_kv_compute")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +36,6 @@ class Row:
     keeps_rows: bool
     config: tuple[tuple[str, int], ...]
     seconds: float
-
-    @property
-    def problem(self) -> tuple[object, ...]:
-        """What two measurements of one problem share."""
-        return self.chip, self.spec, self.keeps_rows
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -135,15 +128,6 @@ def choice(row: Row, weights: np.ndarray) -> tuple[list[float], bool, float] | N
     return shares, min(times.values()) == times[best], times[best] / min(times.values()) - 1
 
 
-def pairs_of(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Problems that both sources measured, the wheel's first."""
-    found = collections.defaultdict(list)
-    for row in rows:
-        found[row.problem].append(row)
-    return [(min(two, key=lambda r: "wheel" not in r.source), max(two, key=lambda r: "wheel" not in r.source))
-            for two in found.values() if len(two) == 2]  # fmt: skip
-
-
 def page(rows: list[Row]) -> str:
     """The page."""
     wheel = {chip: [row for row in rows if row.chip == chip and "wheel" in row.source] for chip in CHIPS}
@@ -177,29 +161,7 @@ def page(rows: list[Row]) -> str:
             + " | ".join(f"{100 * share:.0f}" for share in np.mean(shares, axis=0))
             + f" | {100 * np.median(lost):.1f} | {100 * np.percentile(lost, 90):.1f} |"
         )
-    text.append(PAIRS)
-    text += pairs_table(rows, weights["tpu7x"])
     return "\n".join((*text, FOOT))
-
-
-def pairs_table(rows: Sequence[Row], weights: dict[Row, np.ndarray]) -> list[str]:
-    """The pairs by what they differ in, and what the sum and the baseline say of those above 5%."""
-    groups = collections.defaultdict(list)
-    for one, two in pairs_of(rows):
-        blocks = any(dict(one.config)[name] != dict(two.config)[name] for name in BLOCKS)
-        groups["nothing" if one.config == two.config else "blocks" if blocks else "layouts or scheduler"].append(
-            (one, two)
-        )
-    table = []
-    for name in ("nothing", "layouts or scheduler", "blocks"):
-        far = [(one, two) for one, two in groups[name] if abs(two.seconds / one.seconds - 1) > 0.05]
-        cells = [len(groups[name]), sum(two.seconds > one.seconds for one, two in groups[name]), len(far)]
-        for guess in (lambda row, own: float(np.dot(row.terms(), weights[own])), lambda row, _: row.area()):
-            signs = [np.sign(round(guess(two, one) / guess(one, one) - 1, 9)) * np.sign(two.seconds - one.seconds)
-                     for one, two in far]  # fmt: skip
-            cells += [f"{signs.count(1)} right, {signs.count(-1)} wrong, {signs.count(0)} no difference"]
-        table.append(f"| {name} | {' | '.join(map(str, cells))} |")
-    return table
 
 
 HEAD = """# Expected times on absent TPUs
@@ -243,23 +205,9 @@ best. "Steps, then bytes" is how `tune` orders where no time is expected.
 
 | chip | problems | measured best is first by the sum (%) | candidates before it, by the sum (%) | by the visited area (%) | by steps, then bytes (%) | expected loss of the measured best, median (%) | 90th percentile (%) |
 |---|---|---|---|---|---|---|---|"""
-PAIRS = """
+FOOT = """
 The last two columns are the regret against tokamax's table in the predictor's own terms. Only the best blocks of a
 problem were published, so the loss that a wrong choice would have on the chip is not known.
-
-## Pairs of configurations
-
-For 76 problems on a tpu7x there are two times: one in the wheel, and one in tokamax's repository (revision 64db0d3). For
-40 of them the configurations differ. A predictor should tell which of two is faster, where the times differ by more than
-5%. These pairs cannot show it:
-
-| the configurations differ in | pairs | the repository's time is longer | pairs above 5% | the sum on these | the visited area on these |
-|---|---|---|---|---|---|"""
-FOOT = """
-The repository's time is the longer one in each pair, also where nothing differs. So the two sources measured different
-software, and a pair above 5% shows the difference between the sources, with or without a difference between the
-configurations. "The wheel's is faster" is right every time. Where only layouts differ, neither predictor sees a
-difference. In the two pairs whose blocks have different counts the sum is wrong and the visited area is right.
 
 ## What it is not
 

@@ -1,8 +1,12 @@
-"""``python docs/tutorial.py`` runs docs/tutorial.md in an empty folder and writes the outputs of its commands down."""
+"""``python docs/tutorial.py`` runs docs/tutorial.md in an empty folder and writes the outputs of its commands down.
+
+``tutorial.ipynb`` is the page as a notebook: a cell writes a file of the page, or runs its commands in bash.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import re
 import subprocess
@@ -12,6 +16,7 @@ import time
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("tutorial.md")
+NOTEBOOK = PAGE.with_suffix(".ipynb")
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -59,11 +64,38 @@ def replayed(page: str, folder: Path) -> str:
     return _BLOCK.sub(filled, page)
 
 
+def notebook(page: str) -> str:
+    """The page as a notebook with its outputs (nbformat 4.5)."""
+    cells: list[dict[str, object]] = []
+
+    def add(kind: str, source: str, **more: object) -> None:
+        if source.strip():
+            cells.append({"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}, "source": source, **more})
+
+    end = 0
+    for found in _BLOCK.finditer(page):
+        add("markdown", page[end : found.start()].strip())
+        kind, block = found.groups()
+        end, outputs = found.end(), []
+        name, _, text = block.partition("\n")
+        source = f"%%writefile {name.removeprefix('# ')}\n{text}"
+        if kind == "console":
+            source = "\n".join(["%%bash", *commands(block)])
+            said = [line for line in block.splitlines(keepends=True) if not line.startswith("$ ")]
+            outputs = [{"output_type": "stream", "name": "stdout", "text": "".join(said)}] if said else []
+        add("code", source.rstrip(), execution_count=None, outputs=outputs)
+    add("markdown", page[end:].strip())
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    whole = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1) + "\n"
+
+
 def main() -> None:
     """Replay the page and say when and where."""
     with tempfile.TemporaryDirectory() as folder:
         text = replayed(PAGE.read_text(encoding="utf-8"), Path(folder))
     PAGE.write_text(text, encoding="utf-8")
+    NOTEBOOK.write_text(notebook(text), encoding="utf-8")
     print(f"{PAGE}: replayed on {dt.date.today()}")  # noqa: DTZ011, T201
 
 

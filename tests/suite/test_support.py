@@ -62,9 +62,7 @@ def test_verdicts_in_the_matrix_are_what_is_found(name, verdict):
 
 @with_every_cpu_kernel
 def test_types_of_layers_in_the_docs_are_taken_and_refused_as_the_backends_say():
-    page, names = TYPES.read_text(encoding="utf-8"), tuple(BUILT_IN)
-    assert types_table(names) in page
-    assert refusals_table(names) in page
+    assert types_table(tuple(BUILT_IN)) in TYPES.read_text(encoding="utf-8")
 
 
 def test_every_refused_type_has_its_reason():
