@@ -227,10 +227,11 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
     elif "verb" in data and "suite" not in data:
         data = {"suite": data["verb"], **data}
     for name in extensions().keys() & data.keys():  # the flags of an extension, under its name
-        data["asked"] = data.get("asked", {}) | data.pop(name)
+        flags = data.pop(name)
+        data["asked"] = data.get("asked") or flags
     checkpoint = data.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.pop("guide", False):
-        checkpoint["suite"] = data["suite"]
+        checkpoint["suite"] = data.get("suite")
     return data
 
 

@@ -314,3 +314,11 @@ def test_a_number_of_tiles_is_no_share():
         InputError, match=r"--top-k 12 must be a share.* 12 tiles of 128 keys are top_k=0\.375 of 4096 keys"
     ):
         applied({"top_k": 12}, (GATE,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [({"top_k": "x"}, "top_k = 'x' must be a number"), ({"odd": 1}, "it has no key 'odd'")]
+)
+def test_flags_of_a_damaged_manifest_are_refused(flags, told):
+    with pytest.raises(InputError, match=told):
+        applied(flags, (GATE,))

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
 from attnsuite.suite import files
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, parse_records
+from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, parse_records, read_manifest, read_record
 
 
 @pytest.fixture
@@ -100,3 +101,15 @@ def test_a_resumed_run_has_to_be_the_one_that_was_begun(tmp_path):
     (tmp_path / MANIFEST).write_text('{"verb": "curves", "asked": {"steps": []}}')
     with RunStore(tmp_path, resume=True) as store, pytest.raises(InputError, match=r"asked\.steps = a list must be"):
         store.settle(IDENTITY)
+
+
+def test_a_manifest_and_a_record_of_an_earlier_version_are_read_as_of_this_one(tmp_path, example_record):
+    known = {name: value for name, value in dataclasses.asdict(IDENTITY).items() if name != "asked"}
+    earlier = {"kascade": {"top_k": 0.5}, "checkpoint": {"model": "text", "guide": True}}
+    files.write_json(tmp_path / MANIFEST, known | earlier)
+    found = read_manifest(tmp_path)
+    assert found.asked == {"top_k": 0.5}
+    assert found.checkpoint == {"model": "text", "suite": IDENTITY.suite}
+    fields = {name: value for name, value in json.loads(example_record.to_json()).items() if name != "figures"}
+    line = json.dumps(fields | {"kv_bytes_per_token": 1024}).encode()
+    assert read_record(line) == dataclasses.replace(example_record, figures={"kv_bytes_per_token": 1024})

@@ -1,24 +1,39 @@
-"""The flags of ``attnsuite run`` about Kascade, as fields of cases.
-
-Each flag has the name of a field of :class:`SelectionCase`. ``threshold`` and ``max_reuse_dist`` may be several numbers
-separated by commas: a sweep, every case once for each combination.
-"""
+"""The flags of ``attnsuite run`` about Kascade, as fields of cases."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from attnsuite.backends.kascade import GREEDY_RULES, load_calibration
 from attnsuite.backends.kascade.settings import share_of_tiles
 
+from ... import typed
 from ...cell import Case
 from ...errors import InputError
 from ...names import is_whole, names_of, parts_of, spelled
 from .selection import SelectionCase
 from .stack import StackCase
+
+
+class CaseFlags(TypedDict, total=False):
+    """Fields of Kascade's cases that replace those of the suite.
+
+    ``threshold`` and ``max_reuse_dist`` may be several numbers separated by commas: a sweep, every case once for each
+    combination.
+    """
+
+    tile_size: int
+    top_k: float
+    threshold: str | float
+    max_reuse_dist: str | int
+    schedule: str
+    anchors: str
+    granularity: str
+    calibration: str
+    kernel: str
 
 
 def combinations(flags: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -53,6 +68,10 @@ def applied(flags: Mapping[str, Any], cases: Sequence[Case]) -> tuple[Case, ...]
     """
     if not flags:
         return tuple(cases)
+    try:
+        typed.convert(flags, CaseFlags)
+    except ValueError as error:  # of a manifest; the command line has checked its own
+        raise InputError(f"flags of Kascade: {error}.") from error
     if (top_k := flags.get("top_k", 1)) > 1:
         hint = share_of_tiles(top_k, flags.get("tile_size", 128))
         raise InputError(f"--top-k {top_k:g} must be a share, above 0 and at most 1.{hint}")
