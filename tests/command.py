@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
+from attnsuite.backends import registry
+from attnsuite.suite import doctor
 from attnsuite.suite.command_line import main
+from attnsuite.suite.grid import executors, references, run
 
 
 def code_of(*words: object) -> object:
@@ -47,3 +51,18 @@ class WorkerHere:
 
     def ask(self, _: float, function: Callable[..., Any], *arguments: Any) -> Any:
         return json.loads(json.dumps(function(*arguments), default=dataclasses.asdict))
+
+
+def bring_workers_here(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Let the workers of a run be this process. They keep their files in ``place``."""
+
+    class Here(WorkerHere):
+        closed = False
+        folder = place
+
+    for module in (doctor, executors, references, run):
+        monkeypatch.setattr(module, "Worker", Here)
+    monkeypatch.setattr(executors, "_share", lambda _: True)
+    # A function of a file is registered, and its folder is on the path.
+    monkeypatch.setattr(registry, "DEFAULT", registry.Registry())
+    monkeypatch.setattr(sys, "path", [*sys.path])

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import os
 import re
 
 import numpy as np
@@ -14,16 +13,10 @@ from attnsuite.models.checkpoint import read_config
 from attnsuite.models.huggingface import from_hf, to_hf
 from attnsuite.models.huggingface_keys import known_keys
 from attnsuite.models.rope import inverse_frequencies
+from theirs import TOLERANCE, distance, drawn, their_logits, torch, transformers
 
 pytestmark = pytest.mark.llama
 
-if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
-    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-else:
-    torch = pytest.importorskip("torch", reason="compared with PyTorch, which is not installed; tox -e llama")
-    transformers = pytest.importorskip("transformers", reason="compared with transformers; tox -e llama")
-
-TOLERANCE = 5e-6  # of the largest logit
 LENGTH = 24
 SIZES = {
     "vocab_size": 67,
@@ -70,29 +63,16 @@ SCALINGS = {
 
 def theirs(kind, changes, seed=0):
     """A model of transformers whose attention and routing are far from uniform, in eval mode and float32."""
-    torch.manual_seed(seed)
     made = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SIZES | changes)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(made, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for at, parameter in model.named_parameters():
-            if at.endswith("norm.weight"):
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif at.endswith((".bias", "_bias", ".sinks")):
-                parameter.normal_(0, 0.5)
-            elif "q_proj" in at or "k_proj" in at or "qkv_proj" in at or "gate.weight" in at or "router" in at:
-                parameter.normal_(0, 0.3)
-            elif "layers" in at:
-                parameter.normal_(0, 0.15)
-    return model
+    return drawn(kind, made, seed, _scale)
 
 
-def their_logits(model):
-    with torch.no_grad():
-        return model(torch.from_numpy(TOKENS)).logits.numpy()
-
-
-def distance(got, expected):
-    return np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
+def _scale(name):
+    if name.endswith((".bias", "_bias", ".sinks")):
+        return 0.5
+    if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "gate.weight", "router")):
+        return 0.3
+    return 0.15 if "layers" in name else None
 
 
 def logits_of(model):
@@ -105,7 +85,7 @@ def opened(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     model = theirs(kind, changes)
     model.save_pretrained(directory)
-    return request.param, their_logits(model), directory
+    return request.param, their_logits(model, TOKENS), directory
 
 
 def test_logits_of_a_family_are_those_of_transformers(opened):
@@ -126,14 +106,14 @@ def test_what_is_converted_is_the_same_model_here_and_in_transformers(opened, tm
             tmp_path / "out", attn_implementation="eager", dtype=torch.float32
         )
         # One product in place of Phi-3's fused one rounds in another order.
-        assert distance(their_logits(again.eval()), expected) <= (TOLERANCE if name == "phi3" else 1e-7)
+        assert distance(their_logits(again.eval(), TOKENS), expected) <= (TOLERANCE if name == "phi3" else 1e-7)
 
 
 def test_a_cache_gives_the_logits_of_one_pass_with_sinks_experts_and_alternating_windows(tmp_path):
     """gpt-oss has every feature that a cache could forget: sinks, experts, windows and scaled RoPE."""
     model = theirs(*FAMILIES["gpt_oss"][:2])
     model.save_pretrained(tmp_path)
-    expected, ours = their_logits(model), load(tmp_path)
+    expected, ours = their_logits(model, TOKENS), load(tmp_path)
     first, cache = ours.prefill(TOKENS[:, :20], ours.new_cache(2, LENGTH), backend="standard")
     steps = [np.asarray(first)]
     for step in range(20, LENGTH):
@@ -148,7 +128,7 @@ def test_a_scaling_of_rope_is_that_of_transformers_beyond_the_original_length(na
     changes = {"num_hidden_layers": 1, "max_position_embeddings": 8, "rope_parameters": SCALINGS[name]}
     model = theirs("Llama", changes)
     model.save_pretrained(tmp_path)
-    expected, ours = their_logits(model), load(tmp_path)
+    expected, ours = their_logits(model, TOKENS), load(tmp_path)
     assert distance(logits_of(ours), expected) <= TOLERANCE
     frequencies = inverse_frequencies(8, 1e4, ours.config.rope_scaling)
     assert name == "dynamic" or np.abs(frequencies / inverse_frequencies(8, 1e4) - 1).max() > 0.1
@@ -183,7 +163,7 @@ MISTAKES = {
 def test_a_part_of_a_family_that_is_left_out_does_not_stay_within_the_tolerance(name, tmp_path):
     model = theirs(*FAMILIES[name][:2])
     model.save_pretrained(tmp_path)
-    expected = their_logits(model)
+    expected = their_logits(model, TOKENS)
     for mistake in MISTAKES[name]:
         assert distance(logits_of(load(tmp_path, **mistake)), expected) > 20 * TOLERANCE, mistake
 

@@ -3,9 +3,6 @@
 In transformers a rotated pair stands side by side, here half a vector apart: rows are turned round on the way in.
 """
 
-import importlib
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +10,10 @@ import pytest
 
 from attnsuite.models import ModelConfig, Transformer
 from attnsuite.models.parameters import checkpoint_names
+from theirs import TOLERANCE, distance, drawn, their_logits, transformers
 
 pytestmark = pytest.mark.llama
 
-if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
-    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-else:
-    torch = pytest.importorskip("torch", reason="compared with PyTorch, which is not installed; tox -e llama")
-    transformers = pytest.importorskip("transformers", reason="compared with transformers; tox -e llama")
-
-TOLERANCE = 5e-6  # of the largest logit
 TOKENS = np.random.default_rng(7).integers(0, 131, (2, 24))
 SHARED = {
     "vocab_size": 131,
@@ -38,7 +29,6 @@ SHARED = {
 
 def theirs():
     """Attention far from uniform, all layers dense, in eval mode and float32."""
-    torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         **SHARED,
         num_hidden_layers=2,
@@ -50,14 +40,7 @@ def theirs():
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         tie_word_embeddings=False,
     )
-    model = transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(0, 0.25)
-    return model
+    return drawn("DeepseekV3", config, 0, lambda _: 0.25)
 
 
 def ours(model, *, turned=True):
@@ -86,14 +69,9 @@ def pairs_apart(width):
     return np.r_[0:width:2, 1:width:2]
 
 
-def distance(got, expected):
-    return np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
-
-
 def test_logits_are_those_of_transformers_in_one_pass_and_from_a_cache():
     reference = theirs()
-    with torch.no_grad():
-        expected = reference(torch.from_numpy(TOKENS)).logits.numpy()
+    expected = their_logits(reference, TOKENS)
     model, call = ours(reference), {"backend": "standard"}
     assert distance(model(TOKENS, **call), expected) <= TOLERANCE
     first, cache = model.prefill(TOKENS[:, :10], model.new_cache(2, 32), **call)

@@ -4,9 +4,6 @@ The experts are left out. In transformers a rotated pair stands side by side, he
 with RoPE are turned round on the way in.
 """
 
-import importlib
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +15,10 @@ from attnsuite.models.forward import layer_forward, turns_of
 from attnsuite.models.huggingface import from_hf
 from attnsuite.models.parameters import checkpoint_names
 from attnsuite.models.planning import resolve_attention
+from theirs import TOLERANCE, distance, drawn, their_logits, torch, transformers
 
 pytestmark = pytest.mark.llama
 
-if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
-    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-else:
-    torch = pytest.importorskip("torch", reason="compared with PyTorch, which is not installed; tox -e llama")
-    transformers = pytest.importorskip("transformers", reason="compared with transformers; tox -e llama")
-
-TOLERANCE = 5e-6  # of the largest number
 TOKENS = np.random.default_rng(7).integers(0, 67, (2, 24))
 HEADS, KV_HEADS, DIM = 4, 2, 12
 CALL = {"backend": "standard"}
@@ -35,7 +26,6 @@ CALL = {"backend": "standard"}
 
 def theirs():
     """Attention far from uniform; chunks and steps of the temperature end inside the 24 tokens; all layers dense."""
-    torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
         vocab_size=67,
         hidden_size=32,
@@ -54,14 +44,7 @@ def theirs():
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = transformers.Llama4ForCausalLM._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(0, 0.25)
-    return model
+    return drawn("Llama4", config, 0, lambda _: 0.25)
 
 
 def ours(model, **changes):
@@ -91,15 +74,10 @@ def ours(model, **changes):
     return Transformer(config, params)
 
 
-def distance(got, expected):
-    return np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
-
-
 @pytest.fixture(scope="module")
 def reference():
     model = theirs()
-    with torch.no_grad():
-        return model, model(torch.from_numpy(TOKENS)).logits.numpy()
+    return model, their_logits(model, TOKENS)
 
 
 def test_logits_are_those_of_transformers_in_one_pass_and_from_a_cache(reference):

@@ -16,16 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from attnsuite.models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
+from theirs import TOLERANCE, distance, drawn, their_logits, torch, transformers
 
 pytestmark = pytest.mark.llama
 
-if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
-    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-else:
-    torch = pytest.importorskip("torch", reason="compared with PyTorch, which is not installed; tox -e llama")
-    transformers = pytest.importorskip("transformers", reason="compared with transformers; tox -e llama")
-
-TOLERANCE = 5e-6  # of the largest logit
 LENGTH = 24
 SIZES = {
     "vocab_size": 131,
@@ -71,20 +65,13 @@ TOKENS = np.random.default_rng(7).integers(0, SIZES["vocab_size"], (2, LENGTH))
 def theirs(name):
     """A model of transformers whose attention is far from uniform, in eval mode and float32."""
     kind, changes = GRID[name]
-    torch.manual_seed(len(name))
-    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for at, parameter in model.named_parameters():
-            if at.endswith("norm.weight"):
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif at.endswith(".bias"):
-                parameter.normal_(0, 0.5)
-            elif "q_proj" in at or "k_proj" in at:
-                parameter.normal_(0, 0.25)
-            elif "layers" in at:
-                parameter.normal_(0, 0.1)
-    return model
+    return drawn(kind, getattr(transformers, f"{kind}Config")(**SIZES | changes), len(name), _scale)
+
+
+def _scale(name):
+    if name.endswith(".bias"):
+        return 0.5
+    return 0.25 if "q_proj" in name or "k_proj" in name else 0.1 if "layers" in name else None
 
 
 @pytest.fixture(scope="module", params=GRID)
@@ -95,7 +82,7 @@ def opened(request, tmp_path_factory):
     model.save_pretrained(directory, max_shard_size="30KB" if "sharded" in name else "5GB")
     if "old-keys" in name:
         spell_as_transformers_4(directory / "config.json")
-    return name, model, their_logits(model), directory
+    return name, model, their_logits(model, TOKENS), directory
 
 
 def spell_as_transformers_4(path):
@@ -103,15 +90,6 @@ def spell_as_transformers_4(path):
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     path.write_text(json.dumps(config | {"rope_scaling": rope}))
-
-
-def their_logits(model):
-    with torch.no_grad():
-        return model(torch.from_numpy(TOKENS)).logits.numpy()
-
-
-def distance(got, expected):
-    return np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
 
 
 def every_way(model):
@@ -150,7 +128,7 @@ def test_what_is_converted_opens_in_transformers_as_the_same_model(opened, tmp_p
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", dtype=torch.float32
     )
-    assert distance(their_logits(again.eval()), expected) <= 1e-7
+    assert distance(their_logits(again.eval(), TOKENS), expected) <= 1e-7
     assert type(again).__name__ == f"{GRID[name][0]}ForCausalLM" or name in ("mistral-no-window", "biases")
 
 
@@ -159,7 +137,7 @@ def test_half_precision_weights_are_read_as_they_are(dtype, tmp_path):
     model = theirs("gqa").to(getattr(torch, dtype))
     model.save_pretrained(tmp_path)
     rounded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    expected = their_logits(rounded.eval())  # .float() would keep RoPE's frequencies in half precision
+    expected = their_logits(rounded.eval(), TOKENS)  # .float() would keep RoPE's frequencies in half precision
     assert distance(load(tmp_path, dtype="float32")(TOKENS, backend="standard"), expected) <= TOLERANCE
     assert load(tmp_path).config.param_dtype == dtype
 
@@ -288,7 +266,7 @@ def test_a_checkpoint_of_meta_means_what_it_means_to_meta(ranks, factor, tied, e
         assert distance(logits, expected) <= TOLERANCE, way
     convert(tmp_path, tmp_path / "out", **overrides)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert distance(their_logits(again), expected) <= TOLERANCE
+    assert distance(their_logits(again, TOKENS), expected) <= TOLERANCE
     prompt = torch.from_numpy(TOKENS[:1])
     made = again.generate(prompt, max_new_tokens=32, min_new_tokens=32, do_sample=False)[:, LENGTH:]
     assert generate(model, TOKENS[:1], 32, backend="standard").tolist() == made.tolist()
@@ -298,7 +276,7 @@ def test_a_file_that_transformers_saved_with_pytorch_is_the_same_model(tmp_path)
     model = theirs("gqa")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert distance(load(tmp_path)(TOKENS, backend="standard"), their_logits(model)) <= TOLERANCE
+    assert distance(load(tmp_path)(TOKENS, backend="standard"), their_logits(model, TOKENS)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("swap", [("w1", "w3"), ("wq", "wk")], ids=" and ".join)

@@ -14,7 +14,7 @@ import pytest
 
 from attnsuite.suite.command_line import main
 from attnsuite.suite.record import Record
-from command import known_machine
+from command import bring_workers_here, known_machine
 
 FAULTY = """
 import dataclasses, os, signal, time
@@ -135,6 +135,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new_run(tmp_path: Path) -> Path:
     """A run directory where the machine's peaks are known already, which saves measuring them."""
     return known_machine(tmp_path / "run")
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A run whose workers are this process: for claims about what is recorded and shown, not about processes."""
+    bring_workers_here(monkeypatch, tmp_path_factory.mktemp("worker"))
 
 
 @pytest.fixture(scope="session")

@@ -218,10 +218,10 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_measured(untrain
     assert "holds neither model.safetensors" in refused("run", "--model", tmp_path, "--out", tmp_path / "run")
 
 
-def test_a_run_of_a_model_that_learned_nothing_is_marked_invalid(untrained, new_run, attnsuite):
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_of_a_model_that_learned_nothing_is_marked_invalid(untrained, new_run):
     arguments = ["--model", untrained, "--backends", "standard,chunked", "--seq-len", "64"]
-    code, _, err = attnsuite.finish(attnsuite.start("run", *arguments, "--cases", "perpl*,prefill*", "--out", new_run))
-    assert code == 0, err
+    assert code_of("run", *arguments, "--cases", "perpl*,prefill*", "--out", new_run) == 0
     records = parse_records(new_run / "records.jsonl")[0]
     assert {record.status for record in records} == {"ok"}
     page = (new_run / "report.md").read_text()

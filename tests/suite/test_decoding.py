@@ -17,6 +17,7 @@ from attnsuite.suite.kinds import model_program, problem_of
 from attnsuite.suite.kinds.model import MODEL, ModelCase
 from attnsuite.suite.measure import execution
 from attnsuite.suite.store import parse_records
+from command import code_of
 
 PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
 DECODE = ModelCase(kind="model_decode", model="debug", sequence=40, batch=3, new_tokens=4, ragged=True)
@@ -120,12 +121,12 @@ ragged = true
 """
 
 
-def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run, attnsuite):
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run):
     (tmp_path / "decoding.toml").write_text(SUITE)
     arguments = ["run", "--suite", tmp_path / "decoding.toml", "--backends", "standard", "--out", new_run]
     arguments += ["--profile", tmp_path / "traces"]
-    code, _, err = attnsuite.finish(attnsuite.start(*arguments))
-    assert code == 0, err
+    assert code_of(*arguments) == 0
     prefill, decode = parse_records(new_run / "records.jsonl")[0]
     assert (prefill.status, prefill.steps, prefill.tokens) == ("ok", 1, model_program.model_tokens(PREFILL))
     assert (decode.status, decode.steps, decode.tokens) == ("ok", 4, 12)

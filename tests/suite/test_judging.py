@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import subprocess
-import sys
 import textwrap
 from xml.etree import ElementTree as ET
 
@@ -26,6 +25,7 @@ from attnsuite.suite.kinds.conformance import ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
 from command import code_of
+from script import printed
 
 LIMITS = Limits(120.0, 2**33)
 KERNELS = """
@@ -264,6 +264,7 @@ def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, t
     assert {record.status for record in records[1:]} == {"ok"}
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_judgement_is_resumed_as_it_was_begun(tmp_path, capsys):
     def command(*words):
         return code_of(*words, "--out", tmp_path / "out"), "".join(capsys.readouterr())
@@ -335,5 +336,4 @@ def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_pa
 def test_what_judges_needs_no_pytest():
     asked = "print({'pytest', 'hypothesis'} & set(sys.modules))"
     code = f"import sys; from attnsuite.suite import judgement; {asked}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert printed(code) == "set()\n"

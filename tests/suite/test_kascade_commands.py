@@ -55,12 +55,12 @@ def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, ca
     assert about["settings"]["tile_size"] == 16
 
 
-def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(attnsuite, new_run, tmp_path):
+@pytest.mark.usefixtures("in_this_process")
+def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(new_run, tmp_path, capsys):
     suite = tmp_path / "small.toml"
     suite.write_text(SMALL)
     rows = "dense,kascade,stale_indices,reuse_layer"  # of all controls: test_kascade.py
-    code, out, err = attnsuite.finish(attnsuite.start("run", "--suite", suite, "--backends", rows, "--out", new_run))
-    assert code == 0, err
+    assert code_of("run", "--suite", suite, "--backends", rows, "--out", new_run) == 0
     records = [json.loads(line) for line in (new_run / "records.jsonl").read_text().splitlines()]
     by_row = {(record["kind"], record["requested"]): record for record in records}
     assert {record["status"] for record in records} == {"ok"}, [r["error"] for r in records]
@@ -74,7 +74,7 @@ def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(attnsuite, new_run
     assert "## The retrieval gate" in page
     assert "stale_indices" in page
     assert "## Speed of whole stacks" in page
-    assert "recall" in out
+    assert "recall" in capsys.readouterr().out
 
 
 class TestCalibrateAFunction:

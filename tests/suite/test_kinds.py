@@ -125,10 +125,9 @@ def installed(package, monkeypatch):
         function.cache_clear()
 
 
-def test_kind_of_another_package_is_measured_recorded_and_reported(package, installed, suite_of, new_run, attnsuite):
-    words = ("run", "--suite", suite_of("product", 64), "--out", new_run)
-    code, _, err = attnsuite.finish(attnsuite.start(*words, path=package))
-    assert code == 0, err
+@pytest.mark.usefixtures("in_this_process")
+def test_kind_of_another_package_is_measured_recorded_and_reported(installed, suite_of, new_run):
+    assert code_of("run", "--suite", suite_of("product", 64), "--out", new_run) == 0
     records, _, warning = parse_records(new_run / RECORDS)
     found = {record.requested: record for record in records}
     assert warning is None
@@ -173,6 +172,7 @@ def test_kind_that_ships_here_cannot_be_taken_by_a_package(installed):
     assert kinds.names().count("op_forward") == 1
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_doctor_says_which_kinds_of_other_packages_cannot_be_used(installed, capsys):
     assert code_of("doctor") == 0
     assert "failed to load: AttributeError" in " ".join(capsys.readouterr().out.split())
