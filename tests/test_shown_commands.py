@@ -14,6 +14,7 @@ import pytest
 import tyro
 
 from attnsuite.suite.verbs import VERBS
+from attnsuite.suite.verbs.flags import extended
 from command import code_of
 from test_coming_from import command_exists, exists
 
@@ -94,7 +95,7 @@ def unreadable(words):
     if tool == "attnsuite" and rest[0] in VERBS:
         module = importlib.import_module(f"attnsuite.suite.verbs.{rest[0]}")
         try:
-            tyro.cli(getattr(module, rest[0].capitalize()), args=rest[1:])
+            tyro.cli(extended(getattr(module, rest[0].capitalize()), rest[0]), args=rest[1:])
         except SystemExit:
             return f"attnsuite {' '.join(rest)}: its flags are not those of the verb"
     elif tool == "attnsuite":
