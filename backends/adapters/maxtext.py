@@ -95,7 +95,7 @@ def decoder(base: type, stack: LayerStack) -> type:
         if length != stack.num_layers:
             raise ValueError(f"MaxText scans over {length} blocks of layers; the stack has {stack.num_layers} layers.")
         carries: list[Carry] = []
-        kind = type(layers)
+        kind: Any = type(layers)
 
         def first(layer: Any, x: Any, *args: Any, **keywords: Any) -> Any:
             out, carry = stack.step(functools.partial(kind.__call__, layer), x, *args, layer=0, **keywords)
