@@ -32,7 +32,7 @@ _BETWEEN = (
     "jax.lax.scan around a part of the model), and what it hands on could not leave it. Compile around the whole pass, "
     "jax.jit(lambda x: stack.run(model, x)); use stack.scan for a scan over layers; call a part that has to be "
     "transformed by stack.step(block, x, layer=i, carry=carry), or leave the transformation out (MaxText: "
-    "scan_layers=False)."
+    "adapters.maxtext.decoder)."
 )
 
 

@@ -2,18 +2,23 @@
 
 Every attention layer of MaxText makes an ``AttentionOp``, whose method ``apply_attention`` chooses a kernel.
 :func:`attention_op` makes a subclass with another ``apply_attention``. The method and what it means were read in
-MaxText 0.2.5 (``maxtext/layers/attention_op.py``). This module does not import MaxText.
+MaxText 0.2.5 (``maxtext/layers/attention_op.py``, ``nnx_decoders.py``). This module does not import MaxText.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..attention import attention
+from ..contract import Carry
 from ..dealing import Sharded
+from ..layer_stack import LayerStack
 from ..registry import get, names
 from .hook import check_options, signature_of
 
@@ -71,6 +76,53 @@ def attention_op(base: type, backend: str = "auto", **options: Any) -> type:
 
     # nnx looks at the annotations of a module's class body, so the method is added to a class without one.
     return type(base)(f"{base.__name__}By{backend.title()}", (base,), {"apply_attention": apply_attention})
+
+
+def decoder(base: type, stack: LayerStack) -> type:
+    """A subclass of MaxText's ``NNXDecoder``, given as ``base``, whose scan hands a selection from layer to layer.
+
+    It is for :func:`attention_op` with ``layer=stack``. MaxText's scan over layers carries the hidden states. That of
+    the subclass carries the layer's number and what the layer before handed on, too; rematerialisation stays.
+
+    Raises ValueError for a ``base`` without MaxText's scan, and when it is called for a scan of another number of
+    layers than the stack has (two kinds of layers, or blocks of several).
+    """
+    scan: Any = getattr(base, "_apply_layers_sequentially", None)
+    if scan is None:
+        raise ValueError(f"{base.__name__} is not the NNXDecoder that this adapter was written for; use {READ}.")
+
+    def scan_layers(self: Any, layers: Any, x_in: Any, *args: Any, length: int, **keywords: Any) -> Any:
+        if length != stack.num_layers:
+            raise ValueError(f"MaxText scans over {length} blocks of layers; the stack has {stack.num_layers} layers.")
+        carries: list[Carry] = []
+        kind: Any = type(layers)
+
+        def first(layer: Any, x: Any, *args: Any, **keywords: Any) -> Any:
+            out, carry = stack.step(functools.partial(kind.__call__, layer), x, *args, layer=0, **keywords)
+            carries.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry))
+            return out
+
+        def each(layer: Any, handed: Any, *args: Any, **keywords: Any) -> Any:
+            x, number, carry = handed
+            call = functools.partial(kind.__call__, layer)
+            out, carry = stack.step(call, x, *args, layer=number, carry=carry, **keywords)
+            return (out[0], number + 1, carry), None
+
+        def scanned(call: Callable[..., Any], layers: Any, x: Any) -> Any:
+            # The scan takes the class of a layer from ``layers``.
+            layers.__class__ = type(kind)(kind.__name__, (kind,), {"__call__": functools.wraps(kind.__call__)(call)})
+            try:
+                return scan(self, layers, x, *args, length=length, **keywords)
+            finally:
+                layers.__class__ = kind
+
+        # An nnx module is a tree: the trace has its own copy of the layers.
+        jax.eval_shape(lambda layers, x: scanned(first, layers, x)[0], layers, x_in)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), carries[0])
+        (x, _, _), layers, caches = scanned(each, layers, (x_in, jnp.int32(0), nothing))
+        return x, layers, caches
+
+    return type(base)(f"{base.__name__}Of{stack.num_layers}", (base,), {"_apply_layers_sequentially": scan_layers})
 
 
 def _attend(layer: Any, given: dict[str, Any], backend: str, options: dict[str, Any]) -> Array:

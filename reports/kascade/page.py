@@ -44,16 +44,16 @@ def quality(own: Sequence[Group]) -> Iterator[Section]:
         )
         drawn = tables.picture(own)
         pictures = () if drawn is None else (drawn,)
-        rows = {cell.record.requested for group in own for cell in group.cells}
+        measured = [group for group in own if group.kind in (tables.TEXT, tables.RETRIEVAL)]
+        rows = {cell.record.requested for group in measured for cell in group.cells}
         if rows & {"omnikv", "lessismore"}:
             intro += (
                 " `omnikv` and `lessismore` are dense in every layer that selects, as in their papers, and keep more "
                 "pairs."
             )
         yield Section("kascade_quality", "Quality at the same kept fraction", (intro,),
-                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values()
-                            if "kascade_text" in m.kinds and m.name in rows), tables=made,
-                      pictures=pictures, short=True)  # fmt: skip
+                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values() if m.name in rows),
+                      tables=made, pictures=pictures, short=True)  # fmt: skip
 
 
 def speed(own: Sequence[Group]) -> Iterator[Section]:

@@ -30,7 +30,7 @@ GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")
 KINDS = frozenset({GATE, TEXT, RETRIEVAL, *STACKS})
 WITHHELD = "WITHHELD"
-TEXT_CONTROLS = ("sinks_window", "random_tiles")
+TEXT_CONTROLS = ("sinks_window", "random_tiles", "wrong_anchors", "other_model")
 BLIND = ("random_tiles",)  # the row that has to fail in a table of quality
 _FEWEST = 3  # kept fractions that make a line
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from attnsuite import backends
 from attnsuite.backends import registry
@@ -271,7 +272,7 @@ def test_layers_of_a_stack_have_their_roles(base):
 
 @each
 def test_scan_over_layers_is_that_of_the_stack(base):
-    """It threads number and selection. MaxText's own scan hands on the hidden states alone, so it is refused."""
+    """It threads number and selection. A scan that hands on the hidden states alone is refused."""
     stack = backends.LayerStack(4)
     one = op(adapter.attention_op(base, "kascade", layer=stack, **KASCADE))
     stacked = tuple(jnp.stack([draw(1, 256, heads, 8, seed=i) for i in range(4)]) for heads in (4, 2, 2))
@@ -286,5 +287,76 @@ def test_scan_over_layers_is_that_of_the_stack(base):
         return x
 
     np.testing.assert_allclose(stack.scan(block, start, stacked), stack.run(in_a_list, start), atol=1e-5)
-    with pytest.raises(ValueError, match="scan_layers=False"):
+    with pytest.raises(ValueError, match=r"adapters\.maxtext\.decoder"):
         stack.run(jax.lax.scan, lambda x, call: (block(x, call), None), start, stacked)
+
+
+class Decoder:
+    """MaxText's scan over layers, the method that the adapter replaces: it carries the hidden states alone."""
+
+    config = SimpleNamespace(param_scan_axis=0, parameter_memory_host_offload=False, prevent_cse=True, scan_layers=True)
+
+    def get_remat_policy(self):
+        return None
+
+    def _apply_layers_sequentially(self, layers, x_in, *args, length, **keywords):
+        graph, state = nnx.split(layers)
+
+        def one_layer(x, one):
+            layer = nnx.merge(graph, one)
+            return layer(x, *args, **keywords)[0], nnx.state(layer)
+
+        x, state = jax.lax.scan(jax.checkpoint(one_layer), x_in, state, length=length)
+        nnx.update(layers, state)
+        return x, layers, None
+
+
+DECODERS = {"recorded": Decoder}
+if importlib.util.find_spec("maxtext") is not None and importlib.util.find_spec("grain") is not None:
+    DECODERS["installed"] = importlib.import_module("maxtext.layers.nnx_decoders").NNXDecoder
+
+
+class Block(nnx.Module):
+    """A decoder layer as MaxText calls it; each of the stacked layers has its own ``weights``."""
+
+    def __init__(self, attend, weights):
+        self.attend, self.weights = attend, nnx.Param(weights)
+
+    def __call__(self, inputs, decoder_positions, model_mode):
+        q, k, v = (inputs[:, :, :heads] * self.weights[n] for n, heads in enumerate((4, 2, 2)))
+        return inputs + self.attend(q, k, v, None, decoder_positions, model_mode), None
+
+
+@pytest.mark.parametrize("base", DECODERS.values(), ids=DECODERS)
+def test_scan_of_the_decoder_hands_number_and_selection_on(base):
+    """Values and gradients are those of the same layers in a list; the decoder's own scan is refused."""
+    call = {"length": 4, "model_mode": "train"}
+    stack, made = backends.LayerStack(4), adapter.attention_op
+    attend = op(made(Recorded, "kascade", layer=stack, **KASCADE | {"needs_grad": True}))
+    weights, start, places = draw(4, 3, 8), draw(1, 256, 4, 8), jnp.arange(256)[None]
+
+    def by(decoder):
+        def loss(weights):
+            x, *_ = decoder._apply_layers_sequentially(Decoder(), Block(attend, weights), start, places, **call)
+            return (x**2).sum()
+
+        return jax.value_and_grad(loss)
+
+    def in_a_list(weights):
+        x = start
+        for one in weights:
+            x, _ = Block(attend, one)(x, places, "train")
+        return (x**2).sum()
+
+    scanning = adapter.decoder(base, stack)
+    expected = jax.value_and_grad(lambda weights: stack.run(in_a_list, weights))(weights)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-3), by(scanning)(weights), expected)
+    with pytest.raises(ValueError, match=r"adapters\.maxtext\.decoder"):
+        stack.run(by(base), weights)
+    with pytest.raises(ValueError, match="scans over 4 blocks of layers; the stack has 3"):
+        by(adapter.decoder(base, backends.LayerStack(3)))(weights)
+
+
+def test_decoder_without_the_scan_is_refused():
+    with pytest.raises(ValueError, match=r"object is not the NNXDecoder .*0\.2\.5"):
+        adapter.decoder(object, backends.LayerStack(4))

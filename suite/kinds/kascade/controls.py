@@ -9,7 +9,7 @@ for short input.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from attnsuite.backends.standard import STANDARD
 
 from .shared import SCORES
 
-_OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", *SCORES})
+_OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", "other_model", *SCORES})
 # The settings of Kascade that a row changes; some rows change the schedule too.
 _CHANGES: dict[str, dict[str, Any]] = {
     "kascade_all_heads": {"ablation": "all_heads"},
@@ -69,13 +69,15 @@ class Watched:
     """A row as a backend. Its plan adds to ``kept`` one entry per layer that selects or reuses.
 
     ``kept`` is filled while JAX traces: return it from the function that is being traced; None: nothing is noted.
-    ``schedule`` is Kascade's.
+    ``schedule`` is Kascade's. ``others`` has the queries and keys of each layer of the model that selects in the row
+    ``other_model``.
     """
 
     method: str
     settings: Settings
     schedule: Schedule
     kept: list[Kept] | None = dataclasses.field(default_factory=list)
+    others: Sequence[tuple[Array, Array]] = ()
     exact: bool = False
 
     @property
@@ -111,7 +113,7 @@ class Watched:
         if self.method in SCORES:
             return _shared(self.method, spec, layout, tiling, target, self.schedule)
         if not runs_kascade(self.method):
-            return _chosen(self.method, spec, layout, tiling, target)
+            return _chosen(self.method, spec, layout, tiling, target, self.others)
         schedule = _row_schedule(self.method, self.schedule, spec)
         settings = dataclasses.replace(row_settings(self.method, self.settings, spec, target)[0], schedule=schedule)
         return _kascade(self.method, spec, layout, Tiling.of(spec, settings), settings, target)
@@ -239,7 +241,14 @@ def _masked(
     return plan(STANDARD, bare, Layout(mask=mask), target=target).run(query, key, value)[0]
 
 
-def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, target: Target) -> Attend:
+def _chosen(
+    method: str,
+    spec: AttentionSpec,
+    layout: Layout,
+    tiling: Tiling,
+    target: Target,
+    others: Sequence[tuple[Array, Array]],
+) -> Attend:
     """Rows whose layers choose for themselves: layer 0 is dense, the others attend under the mask of their choice."""
     causal = _causal(spec, layout)
     dense = plan(STANDARD, spec, layout, target=target)
@@ -252,7 +261,10 @@ def _chosen(method: str, spec: AttentionSpec, layout: Layout, tiling: Tiling, ta
         if method == "oracle_query":
             mask = _oracle_mask(spec, layout, tiling, places, candidate, query, key)
         else:
-            score = _score(method, spec, tiling, query, key, layer)
+            if method == "other_model":
+                score = reference.pooled_mass(spec, layout, tiling, *others[layer])
+            else:
+                score = _score(method, spec, tiling, query, key, layer)
             spread = jnp.broadcast_to(candidate[:, None], score.shape)
             selection = Selection(*choose(tiling, score, spread))
             mask = reference.attended(spec, layout, tiling, selection)

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Float, Int
 
-from attnsuite.backends import Resolution, Target, registry
+from attnsuite.backends import AttentionSpec, Resolution, Target, registry
 from attnsuite.backends.kascade import GREEDY_RULES, Schedule, greedy
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
+from attnsuite.models.forward import forward
 from attnsuite.models.kascade.calibration import calibrate, check_plain_logits, load
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.planning import Resolutions, attention_spec
@@ -27,7 +29,7 @@ from ...measure.text import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
 from ..quality import read_text
-from .controls import Watched
+from .controls import Kept, Watched
 from .methods import settings_of
 from .schedules import ScheduleFlags
 from .selection import SelectionCase, anchor_layers
@@ -151,19 +153,43 @@ def fine_tuned(case: SelectionCase, model: Transformer, method: str, schedule: S
     """The model after the case's ``training_steps`` with the attention of the row ``method``; float32."""
     config = dataclasses.replace(model.config, dtype="float32", param_dtype="float32")
     spec = attention_spec(config, "global", batch=ROWS_PER_UPDATE, query_length=case.sequence)
-    backend = registry.get("standard")
-    if schedule is not None and method != "dense":
-        backend = Watched(method, settings_of(case), schedule, kept=None)
-    resolutions: Resolutions = (("global", Resolution(method, backend, "native", spec, Target.here())),)
     update = make_optimizer("adamw", steps=case.training_steps, learning_rate=LEARNING_RATE, weight_decay=0.0)
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), model.arrays())
-    state, step = update.init(params), compiled_step(training_step(config, resolutions, update))
+
+    def train(trained: Any, state: Any, batch: Batch, base: Any) -> Any:
+        watched = None if schedule is None else row(case, config, method, schedule, batch.tokens[0], kept=None)
+        return training_step(config, resolutions(method, spec, watched), update)(trained, state, batch, base)
+
+    state, step = update.init(params), compiled_step(train)
     reader, text = reader_of(case.model, config), load_text().train
     for number in range(case.training_steps):
         rng = np.random.default_rng([case.seed, 2, number])
         rows = reader.drawn(text, case.sequence, ROWS_PER_UPDATE, rng)
         params, state, _ = step(params, state, Batch(rows[None]), None)
     return Transformer(config, params)
+
+
+def row(
+    case: SelectionCase, config: ModelConfig, method: str, schedule: Schedule, tokens: Any, kept: list[Kept] | None
+) -> Watched:
+    """The row ``method`` as the backend of the case's model on ``tokens [batch, length]``."""
+    others = _other_model(case, config, tokens) if method == "other_model" else ()
+    return Watched(method, settings_of(case), schedule, kept, others)
+
+
+def resolutions(method: str, spec: AttentionSpec, watched: Watched | None) -> Resolutions:
+    """The attention of all layers: the row's, or ``standard`` for the row ``dense``."""
+    backend: Any = registry.get("standard") if watched is None or method == "dense" else watched
+    return (("global", Resolution(method, backend, "native", spec, Target.here())),)
+
+
+def _other_model(case: SelectionCase, config: ModelConfig, tokens: Any) -> list[tuple[Any, Any]]:
+    """Queries and keys of each layer of a model of the same sizes with random weights, on the same tokens."""
+    spec = attention_spec(config, "global", batch=len(tokens), query_length=tokens.shape[1], needs_grad=False)
+    other, streams = Transformer(config, rngs=nnx.Rngs(case.seed + 1)), []
+    forward(config, other.arrays(), tokens, resolutions=resolutions("dense", spec, None),
+            observe=lambda _, query, key, *__: streams.append((query, key)))  # fmt: skip
+    return streams
 
 
 def batches(tokens: np.ndarray) -> list[np.ndarray]:

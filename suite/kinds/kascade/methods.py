@@ -68,6 +68,8 @@ METHODS = {
                control=True),
         Method(name="stale_indices", told="reuse layers read the selection of another sequence", kinds=_GATE,
                control=True),
+        Method(name="other_model", told="the tiles that the same layer of a model with other, random weights selects "
+               "on the same text", kinds=()),
         Method(name="anchor_layer", told="one anchor layer: select, and attend to the selection", kinds=_STACK),
         Method(name="reuse_layer", told="one reuse layer: attend to a selection that is there", kinds=_STACK),
     )
@@ -77,8 +79,8 @@ METHODS = {
 SWEPT = ("dense", "kascade", "random_tiles")
 # Rows that differ from kascade in who computes them: each with the backend's option kernel.
 KERNELS = {"kascade_xla": "xla", "kascade_pallas": "pallas", "kascade_flash_cpu": "flash_cpu"}
-# The rows that are trained before they are measured; the last two must not reach dense.
-FINE_TUNED = ("dense", "kascade", "kascade_token", "sinks_window", "random_tiles")
+# The rows that are trained before they are measured; those behind kascade_token are controls.
+FINE_TUNED = ("dense", "kascade", "kascade_token", "sinks_window", "random_tiles", "wrong_anchors", "other_model")
 CONTROLS = tuple(method.name for method in METHODS.values() if method.control)
 
 

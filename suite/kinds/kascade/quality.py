@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.backends import AttentionSpec, Resolution, Target, registry
+from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.kascade import LayerRole, Schedule, kept_fraction
 from attnsuite.models import ModelConfig, TextFile, Transformer, retrieval
 from attnsuite.models.cache import default_dtype
@@ -27,7 +27,7 @@ from attnsuite.models.planning import Resolutions, attention_spec
 from ...errors import CellFailure
 from ...measure.text import bits
 from . import controls, dense
-from .controls import Kept, Watched
+from .controls import Kept
 from .methods import settings_of
 from .selection import SelectionCase
 
@@ -120,20 +120,15 @@ def _program(
 ) -> Callable[[Any], tuple[jax.Array, list[Kept]]]:
     """Maps tokens to the logits of the phase, and to what each layer kept (in decoding: stacked over the steps)."""
     config, params = model.config, model.arrays()
-    settings = settings_of(case)
-
     spec = _spec(case, config)
 
-    def resolutions(kept: list[Kept]) -> Resolutions:
-        backend: Any = registry.get("standard")
-        if method != "dense":
-            backend = Watched(method, settings, schedule, kept)
-        return (("global", Resolution(method, backend, "native", spec, Target.here())),)
+    def resolutions(kept: list[Kept], tokens: jax.Array) -> Resolutions:
+        return dense.resolutions(method, spec, dense.row(case, config, method, schedule, tokens, kept))
 
     @jax.jit
     def prefill(params: Any, tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
         kept: list[Kept] = []
-        return forward(config, params, tokens, resolutions=resolutions(kept)), kept
+        return forward(config, params, tokens, resolutions=resolutions(kept, tokens)), kept
 
     decoded = _decoded(case)
     start = case.sequence - decoded
@@ -143,7 +138,7 @@ def _program(
         def step(state: Any, token: jax.Array) -> tuple[Any, Any]:
             keys, values, at = state
             kept: list[Kept] = []
-            found = resolutions(kept)
+            found = resolutions(kept, token[:, None])
             logits, keys, values = forward_cached(
                 config, params, token[:, None], keys, values, at, at + 1, resolutions=found, last_only=True
             )
@@ -160,7 +155,7 @@ def _program(
         cache = model.new_cache(dense.AT_ONCE, case.sequence)
         call: dict[str, Any] = {"backend": "standard"}
         if method == "kascade_both_phases":
-            chosen = dataclasses.replace(settings, schedule=schedule)
+            chosen = settings_of(case, schedule=schedule)
             call = {"backend": "kascade", "backend_options": chosen.as_options(), "on_unavailable": "raise"}
         _, cache = model.prefill(tokens[:, :start], cache, last_only=True, **call)
         return decode(params, tokens[:, start:], cache.keys, cache.values)
