@@ -64,7 +64,7 @@ _WHY = {
 # none of them is left for the end, when the other process has nothing to do.
 LONGEST = (
     *("test_tutorial.py", "test_docs.py", "suite/test_cheats.py", "suite/test_kascade.py", "suite/test_sharded.py"),
-    *("suite/test_interruption.py", "suite/test_faults.py", "suite/test_perplexity.py", "suite/test_lone_device.py"),
+    *("suite/test_judging.py", "suite/test_faults.py", "suite/test_interruption.py", "suite/test_lone_device.py"),
 )
 _left_out = pytest.StashKey[Counter[str]]()
 

@@ -20,6 +20,7 @@ def install():
     from jax._src import xla_bridge
 
     from attnsuite.backends import devices
+    from attnsuite.suite.measure import machine
 
     held = []
     made = xla_bridge.backends
@@ -47,6 +48,9 @@ def install():
         return devices.Target("tpu", "v5e", 2**34, 1, present=True)
 
     devices.Target.here = staticmethod(here)
+    # The process that measures the peaks touches the device all the same; ten seconds of measuring would be a CPU's.
+    peak = dict.fromkeys(("float32", "bfloat16"), 1e11)
+    machine.measure_machine = lambda: {"matmul_flops": peak, "copy_bytes_per_second": 1e10}
 
 
 def fail_once(what, act):

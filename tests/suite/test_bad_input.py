@@ -67,6 +67,7 @@ def test_field_of_a_text_is_refused_without_a_file_that_has_it(tmp_path, refused
         assert "--text-field body is about a file of JSON lines" in refused(*verb, "--text-field", "body")
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

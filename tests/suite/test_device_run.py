@@ -79,6 +79,7 @@ def test_only_what_was_begun_is_resumed(monkeypatch, tmp_path):
             found(monkeypatch, tmp_path, "cpu:x", set(), **changes)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, capsys, monkeypatch):
     monkeypatch.setattr(device_run, "PROBLEMS", ("causal",))
     monkeypatch.setattr(device_run, "_suite", _small)

@@ -8,6 +8,7 @@ import pytest
 
 from attnsuite.suite.plain_function import found_out
 from attnsuite.suite.store import RECORDS, parse_records
+from command import code_of
 
 SUITE = '[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 2\nkv_heads = 2\nhead_dim = 16\nname = "tiny"\n'
 FUNCTIONS = """
@@ -79,18 +80,15 @@ def suite(tmp_path, monkeypatch):
     return "suite.toml"
 
 
-def test_function_that_can_run_in_no_case_ends_the_run_before_it_starts(suite, new_run, attnsuite):
-    flags = ("--suite", suite, "--backends", "standard,my.py:plain", "--out", new_run)
-    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags))
-    assert code == 2
-    assert "my.py:plain can run in none of the 1 cases: my.py:plain: is_causal=True is not supported" in stderr
-    assert "it was found to be not causal" in stderr
+def test_function_that_can_run_in_no_case_ends_the_run_before_it_starts(suite, new_run, refused):
+    said = refused("run", "--suite", suite, "--backends", "standard,my.py:plain", "--out", new_run)
+    assert "my.py:plain can run in none of the 1 cases: my.py:plain: is_causal=True is not supported" in said
+    assert "it was found to be not causal" in said
     assert not (new_run / RECORDS).exists()
 
 
-def test_causal_function_is_measured_where_causal_attention_is(suite, new_run, attnsuite):
-    flags = ("--suite", suite, "--backends", "standard,my.py:causal", "--out", new_run)
-    code, _, stderr = attnsuite.finish(attnsuite.start("run", *flags))
-    assert code == 0, stderr
+@pytest.mark.usefixtures("in_this_process")
+def test_causal_function_is_measured_where_causal_attention_is(suite, new_run):
+    assert code_of("run", "--suite", suite, "--backends", "standard,my.py:causal", "--out", new_run) == 0
     records = {record.requested: record for record in parse_records(new_run / RECORDS)[0]}
     assert (records["my.py:causal"].status, records["my.py:causal"].resolved) == ("ok", "my.py:causal")
