@@ -93,7 +93,7 @@ def _changed(case: Any, fields: Mapping[str, Any]) -> Case | None:
     if isinstance(case, SelectionCase):
         # Anchors of the suite's schedule do not fit another schedule.
         anchors = {"anchors": ""} if "schedule" in fields else {}
-        return dataclasses.replace(case, name="", **(anchors | fields))
+        return dataclasses.replace(case, name="", **{**anchors, **fields})
     if isinstance(case, StackCase):
         return dataclasses.replace(case, name="", **_timed(fields, anchors=case.layers > 1))
     gives_options = getattr(case, "top_k", None) is not None
