@@ -60,10 +60,11 @@ def backward(
     if terms.bias is not None or terms.alibi is not None:  # all sequences add to one gradient
         return passes.backward(program, operands, seen, cotangents, terms, *tables)
     names = ("query", "key", "value", "out", "top", "rest", "d_out", "d_lse")
-    arrays = dict(zip(names, (*operands, *seen, *cotangents), strict=True))
+    arrays: dict[str, Any] = dict(zip(names, (*operands, *seen, *cotangents), strict=True))
 
     def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, ...]:
-        query, key, value, out, top, rest, d_out, d_lse = (x.get(name) for name in names)
+        own: list[Any] = [x.get(name) for name in names]
+        query, key, value, out, top, rest, d_out, d_lse = own
         found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), Terms(), *tables)
         return tuple(x for x in found[:3] if x is not None)
 

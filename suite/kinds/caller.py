@@ -356,7 +356,8 @@ def _expected(case: CallerCase, given: _Given) -> dict[str, Any]:
     found: dict[str, Any] = {"out": queries[-1]}
     if case.gradient:
         others = ("dk", "dv", "dbias") if case.operand == "learned_bias" else ("dk", "dv")
-        slope, of_others = d_out, dict.fromkeys(others, 0)
+        slope: Any = d_out
+        of_others: dict[str, Any] = dict.fromkeys(others, 0)
         for layer in reversed(queries[:-1]):
             slopes = oracle.gradients(spec, layout, layer, key, value, slope, terms=terms)
             slope, of_others = slopes["dq"], {name: x + slopes[name] for name, x in of_others.items()}
