@@ -204,6 +204,7 @@ CPU_SPEED = Suite(
 SERVING = Suite("serving", (CacheCase(), ServingCase()), exact_only=True)
 
 _STEP: dict[str, Any] = {"sequence": 8192, "query_length": 1}
+_CACHES: tuple[dict[str, Any], ...] = ({"page_size": 16}, {"kv_dtype": "int8"})
 
 # The programs that people write, against what JAX or flax does for the same call.
 CALLER = Suite(
@@ -227,7 +228,7 @@ CALLER = Suite(
         ),
         *(
             CallerCase(way="jit", **_STEP, kv_heads=2, dtype="bfloat16", kv_layout=kv_layout, **cache)
-            for cache in ({"page_size": 16}, {"kv_dtype": "int8"})
+            for cache in _CACHES
             for kv_layout in ("NHD", "HND")
         ),
         CallerCase(way="vmap", **_STEP, batch=4, operand="lengths"),

@@ -33,6 +33,16 @@ class BFloat(ir.Type):
         return hash(BFloat)
 
 
+class _Written(ir.Constant):
+    """A vector constant in LLVM's short notation; llvmlite writes every lane, a quarter of the module's text."""
+
+    def __init__(self, type_: Any, text: str) -> None:
+        self.type, self.constant = type_, text
+
+    def _get_reference(self) -> str:
+        return self.constant
+
+
 def vector(element: Any, lanes: int) -> Any:
     """The type of ``lanes`` elements."""
     return ir.VectorType(element, lanes)
@@ -176,7 +186,10 @@ class Function:
 
     def const(self, type_: Any, number: Any) -> Value:
         """A number, in every lane of a vector type."""
-        return Value(self, ir.Constant(type_, [number] * type_.count if isinstance(type_, ir.VectorType) else number))
+        if not isinstance(type_, ir.VectorType):
+            return Value(self, ir.Constant(type_, number))
+        one = ir.Constant(type_.element, number)  # pyright: ignore[reportAttributeAccessIssue]
+        return Value(self, _Written(type_, f"splat ({one})"))
 
     def null(self) -> Value:
         """The null pointer."""
@@ -219,9 +232,9 @@ class Function:
 
     def splat(self, scalar: Value, lanes: int) -> Value:
         """The scalar in every lane."""
-        undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
-        one = self.builder.insert_element(undefined, scalar.raw, ir.Constant(i32, 0))
-        return Value(self, self.builder.shuffle_vector(one, undefined, ir.Constant(vector(i32, lanes), [0] * lanes)))
+        nothing = _Written(vector(scalar.type, lanes), "poison")
+        one = self.builder.insert_element(nothing, scalar.raw, ir.Constant(i32, 0))
+        return Value(self, self.builder.shuffle_vector(one, nothing, ir.Constant(vector(i32, lanes), [0] * lanes)))
 
     def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
         """Lanes of ``x`` and, counted on, of ``y``."""

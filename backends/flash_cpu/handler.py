@@ -206,6 +206,8 @@ class _Handler:
 
     def emit(self) -> None:
         with Function(self.module, "handler", [ptr], ptr, public=True) as (e, (frame,)):
+            for name in ("optnone", "noinline"):  # it runs once per call, and is a sixth of what LLVM would optimise
+                e.function.attributes.add(name)
             api, extension = frame.at(_FRAME_API).load(ptr), frame.at(_FRAME_EXTENSION).load(ptr)
             self._answer_version(e, api, extension)
             known = api.at(_API_MAJOR).load(i32).equals(API_MAJOR) & (api.at(_API_SIZE).load(i64) >= _API_KNOWN_SIZE)
