@@ -154,7 +154,8 @@ def attention(
     verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that
     ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). ``isolate=True`` sets keys and
     values behind the lengths and in padding to zero first, for a backend that would let NaN there reach other rows.
-    ``layer`` is one of a :class:`LayerStack`, for a backend whose layers hand something on.
+    ``layer`` is one of a :class:`LayerStack`, for a backend whose layers hand something on (``kascade`` with a
+    schedule).
     Outside of ``jit`` a call runs one program, which is compiled once for each problem. Raises ValueError for
     shapes, dtypes and options that do not fit, UnknownBackendError for a name nobody registered, and
     BackendUnavailableError where ``on_unavailable="raise"`` and the backend refuses; otherwise a refusal

@@ -8,8 +8,8 @@ The semantics are those of ``jax.nn.dot_product_attention`` with the gaps closed
 - ``local_window_size=(left, right)`` counts the keys beside the query's own: a row sees at most
   ``left + 1 + right`` keys. A model whose ``sliding_window`` counts the token itself gives ``(sliding_window - 1, 0)``.
 - Keys and values that a query may not see change nothing, as long as they are finite. NaN and infinity in slots behind
-  the length, in padding and in other documents are kept out on a CPU by the backends whose code is this project's,
-  forward and backward. In later keys of a causal mask, a window or a mask array ``standard`` and decode steps
+  the length, in padding and in other documents are kept out by ``standard``, ``chunked``, ``flash_cpu`` and ``kascade``
+  on a CPU, forward and backward. In later keys of a causal mask, a window or a mask array ``standard`` and decode steps
   of ``chunked`` do not keep them out: that would take one more pass over the values. Of other kernels it is measured
   (``attnsuite judge``); ``isolate=True`` zeroes what lengths and padding hide before any backend runs.
 - A length above the number of slots means all of them.

@@ -1,7 +1,7 @@
 """Layers that hand something on, in a model that is not this package's.
 
-A sparse backend may give each layer a role and hand the selection of one layer to those behind it. A flax, Keras or
-MaxText layer calls a function of query, key and value: it knows neither its number nor what came before.
+A backend such as ``kascade`` gives each layer a role and hands the selection of one layer to those behind it. A flax,
+Keras or MaxText layer calls a function of query, key and value: it knows neither its number nor what came before.
 :class:`LayerStack` knows both, for as long as one forward pass lasts.
 """
 

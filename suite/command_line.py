@@ -92,7 +92,7 @@ _GUIDES_FLAGS = {
     "device": "JAX_PLATFORMS=cpu, cuda or tpu, or --targets NAMES of compile for a device that is not here",
     "preset": "--model NAME, or --model DIR for a checkpoint",
     "use-lora": "--lora-rank N of train",
-    "use-splash-kernel": "--backends splash, or --options kernel=pallas",
+    "use-splash-kernel": "--backends splash, or for Kascade --options kernel=pallas",
     "weights-dir": "--model DIR",
 }
 

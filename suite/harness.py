@@ -64,11 +64,11 @@ class SuiteLM(TemplateLM):
 
     ``model`` is ``text`` (the checkpoint that ships) or a checkpoint's directory. ``options`` are the backend's, as
     ``top_k=0.25;min_keys=0``. ``calibration``, ``schedule``, ``anchors``, ``threshold`` and ``max_reuse_dist`` are for
-    a backend whose layers select keys, and mean what they mean in ``attnsuite perplexity``; layers in ``anchors`` are
-    separated by ``;``. ``max_length`` is the longest input in tokens (default: the configuration's), what is generated
-    included. ``truncation_side`` says what a prompt that is too long loses before text is generated: its beginning
-    (``left``), or its ``middle``, as in LongBench. ``seed`` is for sampled text. ``enable_thinking`` is given to the
-    checkpoint's chat template.
+    a backend whose layers select keys (``kascade``), and mean what they mean in ``attnsuite perplexity``; layers in
+    ``anchors`` are separated by ``;``. ``max_length`` is the longest input in tokens (default: the configuration's),
+    what is generated included. ``truncation_side`` says what a prompt that is too long loses before text is generated:
+    its beginning (``left``), or its ``middle``, as in LongBench. ``seed`` is for sampled text. ``enable_thinking`` is
+    given to the checkpoint's chat template.
 
     The backend that is named runs, or the evaluation ends with the reasons why not: nothing falls back. Every text
     begins with the tokens that the checkpoint's tokenizer puts there. A byte-level model has none: a new line stands

@@ -33,6 +33,7 @@ PAGES = {
     "cpu-amd-epyc-caller": (),
     "cpu-intel-xeon-caller": (),
     "cpu-intel-xeon-amx": (),
+    "cpu-intel-xeon-invariant": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
     "cpu-amd-epyc-speed-8192": (),
     "cpu-amd-epyc-kascade-flash-cpu": (),
