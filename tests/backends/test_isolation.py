@@ -221,7 +221,7 @@ def test_standard_decode_step_reads_a_cache_where_it_lies():
     assert f"f32[2,{LENGTH},2,16]" not in entry.partition("\n}")[0]
 
 
-@pytest.mark.newest  # XLA of JAX 0.10 copies a cache that a token joins
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of JAX 0.10 copies a cache that a token joins")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_chunked_decode_step_reads_a_cache_where_it_lies(kv_layout):
     """A cache that was written down transposed, or beside a token that joins it, would be read three times."""
