@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from . import blocks, chunked_shares, chunked_tiles, decode, kv_cache, sinks, standard, tuned
@@ -191,10 +192,11 @@ def _plainly(made: Plan) -> Plan:
 
 
 def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...] = ()) -> BlockSizes:
-    """Block sizes if the user gives none: a rule by platform, length and group, and the tuned entries."""
+    """Block sizes if the user gives none: a rule by platform, length, group and arrays, and the tuned entries."""
     sizes = _rule(spec, target)
-    for gradient in (False, True):
-        sizes = dataclasses.replace(sizes, **tuned.options_for(entries, "chunked", target, spec, gradient=gradient))
+    if not (spec.has_mask or spec.has_bias):  # the entries were measured without
+        for gradient in (False, True):
+            sizes = dataclasses.replace(sizes, **tuned.options_for(entries, "chunked", target, spec, gradient=gradient))
     # Each device works on its own heads: more than two at once make its tiles larger than its cache.
     return dataclasses.replace(sizes, heads_per_tile=min(sizes.heads_per_tile, 2)) if target.count > 1 else sizes
 
@@ -204,6 +206,8 @@ def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
     length, group = min(spec.query_length, spec.key_value_length), spec.group_size
     if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
         return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)
+    if spec.has_mask or spec.has_bias:  # all its blocks are read, so that few large ones cost nothing
+        return BlockSizes(max(64, 512 // group), 512, 256, 4)
     block_q = 256 if length >= 1024 else 128
     if group > 1:  # a tile has group * block_q rows: 256 to 512 of them fill the cache without spilling it
         block_q = max(64, min(block_q, 512 // group))
@@ -327,11 +331,12 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     ) -> Any:
         return _result(program, *chunked_shares.forward(program, query, (key, value), Terms(**learned), of(traced)[0]))
 
-    def forward(
-        query: Array, key: Array, value: Array | None, learned: _Learned, traced: list[EitherArray] | None
-    ) -> Any:
+    def forward(*primals: Any) -> Any:
+        query, key, value, learned, traced = jax.tree.map(lambda x: x.value, primals)
         if of(traced)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+        # The names of the terms whose gradient is asked are keys of a tree, so that they are static.
+        asked = {name: None for name, x in primals[3].items() if x.perturbed}
         unrounded = dataclasses.replace(program, float32_results=True)
         exact, top, rest = chunked_shares.forward(unrounded, query, (key, value), Terms(**learned), of(traced)[0])
         out = chunked_tiles.narrowed(exact, program)
@@ -339,22 +344,23 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         # rounding would be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else exact - out.astype(jnp.float32)
         lost = lost if lost is None or chunked_tiles.is_precise(program) else lost.astype(jnp.bfloat16)
-        return _result(program, out, top, rest), ((query, key, value), learned, traced, out, lost, top, rest)
+        return _result(program, out, top, rest), ((query, key, value), learned, asked, traced, out, lost, top, rest)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        operands, learned, traced, out, lost, top, rest = residuals
-        terms = Terms(**learned)
+        operands, learned, asked, traced, out, lost, top, rest = residuals
         tables = of(traced)[1]  # forward has refused a plan without
+        d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
+        d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out
+        d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
-        d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
-        seen = out, top, rest
-        *gradients, d_terms = chunked_shares.backward(program, operands, seen, (d_out, d_lse), terms, tables)
-        if terms.sinks is not None:
+        seen, given = (out, top, rest), Terms(**learned)
+        *gradients, d_terms = chunked_shares.backward(program, operands, seen, (d_out, d_lse), given, tables, asked)
+        if "sinks" in asked:
             d_terms = dataclasses.replace(d_terms, sinks=sinks.gradient(learned["sinks"], seen, d_out, d_lse))
         return *gradients, {name: getattr(d_terms, name) for name in learned}, None
 
-    attend.defvjp(forward, backward)
+    attend.defvjp(forward, backward, symbolic_zeros=True)
     return attend, None if static else leaves
 
 

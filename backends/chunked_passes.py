@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -325,8 +325,11 @@ def backward(
     terms: Terms,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
+    asked: Collection[str],
 ) -> tuple[Array, Array, Array | None, Terms]:
-    """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``), of slopes and bias.
+    """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``).
+
+    Those of ``alibi`` and ``bias`` too, where ``asked`` names them: a bias's is as large as all scores.
 
     ``operands`` are query, key and value, ``seen`` is the result of :func:`forward`, ``cotangents`` those of the output
     and of the log-sum-exp [B, T, N], whose derivative by a score is the probability. Where the value is None, so is its
@@ -366,7 +369,7 @@ def backward(
             mask = part.seen() if mixed else None
             products = _dot("hkd,hqd->hkq", values, d_o)
             probs, d_scores = _d_scores(tiled, at, scores.reshape(products.shape), products, mask)
-            if part.apart is not None:
+            if d_tilted is not None:
                 d_tilted -= (d_scores.reshape(apart) * part.apart).sum((1, 3))
             if d_biases is not None:
                 by_pair = d_scores.reshape(apart).transpose(0, 2, 3, 1)
@@ -381,7 +384,7 @@ def backward(
 
         start = (
             *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
-            None if terms.alibi is None else jnp.zeros((heads, group), jnp.float32),
+            jnp.zeros((heads, group), jnp.float32) if "alibi" in asked else None,
         )
         start = *varying(start, query), d_queries, d_biases
         d_k, d_v, d_tilted, *carry = _visit(tables, batch, column, step, start)
@@ -390,7 +393,7 @@ def backward(
 
     nothing = (
         jnp.zeros((count * q_blocks, heads, spec.head_dim, group * block), jnp.float32),
-        None if learned.biases is None else jnp.zeros(learned.biases.shape, jnp.float32),
+        jnp.zeros(learned.biases.shape, jnp.float32) if "bias" in asked else None,
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
     (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)
@@ -398,7 +401,7 @@ def backward(
     d_query = tiles.delivered(tiles.untile_queries(d_query, spec, heads, block), program)
     d_key, *d_value = (tiles.uncolumns(tiles.delivered(x, program), spec, count) for x in found)
     d_terms = Terms(
-        alibi=None if terms.alibi is None else tiles.untile_slopes(d_tilted, spec, count).astype(terms.alibi.dtype),
-        bias=None if terms.bias is None else d_biases[tuple(map(slice, terms.bias.shape))].astype(terms.bias.dtype),
+        alibi=None if d_tilted is None else tiles.untile_slopes(d_tilted, spec, count).astype(terms.alibi.dtype),
+        bias=None if d_biases is None else d_biases[tuple(map(slice, terms.bias.shape))].astype(terms.bias.dtype),
     )
     return d_query, d_key, (*d_value, None)[0], d_terms

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,17 +55,19 @@ def backward(
     cotangents: tuple[Array, Array | None],
     terms: Terms,
     tables: _Tables,
+    asked: Collection[str],
 ) -> tuple[Array, Array, Array | None, Terms]:
     """As :func:`attnsuite.backends.chunked_passes.backward`."""
-    if terms.bias is not None or terms.alibi is not None:  # all sequences add to one gradient
-        return passes.backward(program, operands, seen, cotangents, terms, *tables)
+    if not {"bias", "alibi"}.isdisjoint(asked):  # all sequences add to one gradient
+        return passes.backward(program, operands, seen, cotangents, terms, *tables, asked)
     names = ("query", "key", "value", "out", "top", "rest", "d_out", "d_lse")
-    arrays: dict[str, Any] = dict(zip(names, (*operands, *seen, *cotangents), strict=True))
+    arrays = {**dict(zip(names, (*operands, *seen, *cotangents), strict=True)), **_given(terms)}
 
     def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, ...]:
         own: list[Any] = [x.get(name) for name in names]
         query, key, value, out, top, rest, d_out, d_lse = own
-        found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), Terms(), *tables)
+        known = Terms(**{name: x[name] for name in _given(terms)})
+        found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), known, *tables, ())
         return tuple(x for x in found[:3] if x is not None)
 
     results = ("btnh", "bskh", *(["bskv"] if operands[2] is not None else []))

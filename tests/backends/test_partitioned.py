@@ -106,7 +106,7 @@ def test_each_device_computes_its_share_and_nothing_is_gathered(found, name):
     assert case["moved"] == []
 
 
-DIVIDED = [*(f"{name} chunked" for name in CASES if name not in ("functions", "constant bias")),
+DIVIDED = [*(f"{name} chunked" for name in CASES if name != "functions"),
            *(f"{name} standard" for name in ("causal", "gradient", "decode"))]  # fmt: skip
 
 
@@ -116,8 +116,8 @@ def test_nothing_is_gathered_for_the_operations_of_xla(found, name):
     assert found[name]["moved"] == []
 
 
-@pytest.mark.parametrize("name", ["functions chunked", "constant bias chunked", "vmap flash_cpu", "vmap chunked"])
+@pytest.mark.parametrize("name", ["functions chunked", "vmap flash_cpu", "vmap chunked"])
 def test_what_is_gathered_is_right_and_seen(found, name):
-    """The controls: loops that call a user's functions, gradients with a bias, and a batch of problems."""
+    """The controls: loops that call a user's functions, and a batch of problems."""
     assert found[name]["error"] < 2e-5
     assert "all-gather" in found[name]["moved"]
