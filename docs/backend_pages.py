@@ -99,15 +99,17 @@ def _ran(name: str, published: Mapping[str, tuple[Record, ...]]) -> Iterator[str
 
 
 def _ratios(ran: list[Record], records: tuple[Record, ...]) -> str:
-    """Times of one published run relative to `standard` of the same rounds; nothing where none was measured."""
+    """Times of one run relative to its reference in the same rounds; nothing where none was measured."""
     cases: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         cases[record.case].append(record)
-    speeds = [speed_of(record, standard_of(cases[record.case])) for record in ran if record.devices == 1]
-    ratios = [speed.ratio.value for speed in speeds if speed and speed.ratio]
+    pairs = [(record, standard_of(cases[record.case])) for record in ran if record.devices == 1]
+    speeds = [(speed_of(record, reference), reference) for record, reference in pairs]
+    ratios = [speed.ratio.value for speed, _ in speeds if speed and speed.ratio]
     if not ratios:
         return ""
-    return f", {median(ratios).value:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of the time of `standard`"
+    (name,) = {reference.requested for speed, reference in speeds if speed and speed.ratio and reference}
+    return f", {median(ratios).value:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of the time of `{name}`"
 
 
 def published_records() -> dict[str, tuple[Record, ...]]:
