@@ -36,7 +36,7 @@ _PADDING = -1
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
     """Prepare only the ids of the padding; there are no options."""
     ids = _padding_ids(spec)
-    kernel, block = _kernel(), 128 if spec.head_dim <= 128 else 64
+    kernel, block = kernel_module(), 128 if spec.head_dim <= 128 else 64
     sizes = kernel.BlockSizes(block_q=block, block_k=block)
     run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
 
@@ -50,7 +50,8 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     return Plan.stateless(attend, gradient=False, key_blocks=(block,))
 
 
-def _kernel() -> Any:
+def kernel_module() -> Any:
+    """JAX's module, without the warning of its import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # see the module's docstring
         from jax.experimental.pallas.ops.gpu import attention  # noqa: PLC0415

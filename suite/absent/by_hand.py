@@ -6,12 +6,16 @@ layout, or None for a case that the library's call cannot say.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from attnsuite.backends import AttentionSpec, Target, registry
+from attnsuite.backends import AttentionSpec, Target, pallas_flash, registry
 
 from ..kinds.attention import OpCase, spec_of
 from ..measure.program import with_gradients
@@ -73,4 +77,33 @@ def _splash(spec: AttentionSpec, target: Target) -> Attend | None:
     return attend
 
 
-BY_HAND: Mapping[str, Callable[[AttentionSpec, Target], Attend | None]] = {"standard": _jax_nn, "splash": _splash}
+def _of_equal_heads(spec: AttentionSpec, target: Target, *, backend: str) -> Attend | None:
+    """JAX's own Pallas kernels without masks of positions; for TPUs heads come before the length, for GPUs not."""
+    tpu = backend == "tpu_flash_attention"
+    block = 512 if tpu else 128
+    if spec.window or spec.chunk_size or spec.logits_soft_cap or spec.query_length % block or spec.head_dim > 128:
+        return None
+    how: dict[str, Any] = {"causal": spec.is_causal, "sm_scale": spec.softmax_scale}
+    if tpu:
+        module = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+        names = [field.name for field in dataclasses.fields(module.BlockSizes) if field.name != "block_b"]
+        how["block_sizes"] = module.BlockSizes(block_b=1, **dict.fromkeys(names, block))
+        kernel = functools.partial(module.flash_attention, **how)
+    else:
+        kernel = functools.partial(pallas_flash.kernel_module().mha, segment_ids=None, **how)
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        operands = query, *(jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
+        with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
+            if not tpu:
+                return kernel(*operands)
+            return kernel(*(x.swapaxes(1, 2) for x in operands)).swapaxes(1, 2)
+
+    return attend
+
+
+BY_HAND: Mapping[str, Callable[[AttentionSpec, Target], Attend | None]] = {
+    "standard": _jax_nn,
+    "splash": _splash,
+    **{name: functools.partial(_of_equal_heads, backend=name) for name in ("tpu_flash_attention", "pallas_flash")},
+}

@@ -70,7 +70,7 @@ def test_why_gradients_are_refused():
     verdicts = {}
     for case in ("causal-bfloat16", "big-logits-bfloat16"):
         problem = problems.problem(case)
-        kernel = pallas_flash._kernel().mha
+        kernel = pallas_flash.kernel_module().mha
         group, behind = problem.spec.group_size, -problem.spec.query_length % 128
         query, key, value, d_out = (jax.numpy.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in problem.inputs)
 

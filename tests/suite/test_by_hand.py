@@ -48,9 +48,19 @@ def test_what_is_planted_is_over_the_bound(planted):
     assert not within(operations(AbstractProgram(taxed, library.arguments)), operations(library))
 
 
+@pytest.mark.parametrize("backend", sorted(BY_HAND))
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_a_call_by_hand_takes_and_gives_the_arrays_of_the_backend(backend, kv_heads):
+    target = Target("tpu", "v5e") if "splash" in backend or "tpu" in backend else Target("cuda", "h100")
+    case = OpCase(kind="op_forward", sequence=1024, heads=8, kv_heads=kv_heads, head_dim=128, dtype="bfloat16")
+    own, other = op_program(case, registry.get(backend), target), by_hand(case, backend, target)
+    assert jax.eval_shape(other.function, *other.arguments) == jax.eval_shape(own.function, *own.arguments)
+
+
 def test_a_case_that_the_library_cannot_say_has_no_program_by_hand():
     target = Target.here()
     assert by_hand(OpCase(kind="op_forward", sequence=64, documents=2), "standard", target) is None
     assert by_hand(OpCase(kind="op_forward", sequence=64, soft_cap=3.0), "standard", target) is None
     assert by_hand(OpCase(kind="op_forward", sequence=64), "chunked", target) is None
+    assert by_hand(OpCase(kind="op_forward", sequence=64), "pallas_flash", Target("cuda", "h100")) is None
     assert set(BY_HAND) <= set(registry.names())
