@@ -38,17 +38,18 @@ from ..derivatives import first_derivative, forward_only
 from ..devices import Target
 from ..features import BASIC_FEATURES, DTYPES, KV_LAYOUTS, Feature, Mode, Takes
 from ..kv_layout import turned
+from ..layout import key_rows
 from ..merging import Seen, put_together
 from ..standard import STANDARD
 from .availability import why_not
 from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
-from .calls import Calls, functions, is_decode, rounding_error
+from .calls import Calls, functions, is_decode, reads_in_place, rounding_error
 from .compiler import Processor
 from .decode_buffers import BLOCK_KEYS as DECODE_KEYS
 from .expression import UnsupportedError
 from .forward import BLOCK_KEYS, UNSEEN_TOP
 from .isa import AVX512, KNOWN, Isa
-from .visibility import Visibility, pairs, visibility
+from .visibility import Visibility, pairs, visibility, without
 
 _LATER: frozenset[Feature] = frozenset(
     {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
@@ -134,19 +135,21 @@ class FlashCpu:
             return decode.differentiated(
                 spec, layout, lambda layout: self.plan(undifferentiated, layout, **how), target
             )
-        by_decode = decodes and is_decode(spec)
-        if spec.kv_layout == "HND" and (cached or not by_decode):  # the decode kernel alone reads it in place
+        by_decode = decodes and is_decode(spec) and reads_in_place(spec)
+        if spec.kv_layout == "HND" and not by_decode:  # the decode kernel alone reads it in place
             return turned(spec, lambda spec: self.plan(spec, layout, **how))
-        if cached:
+        if cached and not by_decode:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
         if spec.needs_grad and not given["batch_invariant"] and min(spec.query_length, spec.key_value_length) <= SHORT:
             short = STANDARD.plan(spec, layout, target=target)
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
-        calls = Calls(spec, _isa(given["isa"], spec), whole=given["batch_invariant"])
         seen = visibility(spec, layout)
         operands = functools.partial(_extra, spec, layout, seen, mask)
         if by_decode:
-            return Plan(forward_only(functools.partial(_step, calls, seen, operands)), key_blocks=(DECODE_KEYS,))
+            return kv_cache.unrounded(
+                spec, lambda spec: _decoding(Calls(spec, _isa(given["isa"], spec)), layout, seen, operands)
+            )
+        calls = Calls(spec, _isa(given["isa"], spec), whole=given["batch_invariant"])
         differentiable, traced = _differentiable(calls, seen)
 
         def attend(
@@ -192,26 +195,32 @@ def _values(spec: AttentionSpec, key: Array, value: Array | None) -> Array:
     return key[..., : spec.value_head_dim] if value is None else value
 
 
-def _step(
-    calls: Calls,
-    seen: Visibility,
-    operands: Callable[[Terms], dict[str, Array]],
-    query: Array,
-    key: Array,
-    value: Array | None,
-    layer: int | None,
-    carry: Carry,
-    terms: Terms = NO_TERMS,
-) -> tuple[Any, Carry]:
-    """A plan's ``attend``, by the decode kernel."""
-    del layer
-    spec, sunk = calls.spec, _sunk(terms)
-    merged = calls if sunk is None else dataclasses.replace(calls, float32_results=True)
-    found = merged.decode(query, key, _values(spec, key, value), seen, operands(terms))
-    if not (spec.return_log_sum_exp or spec.has_sinks):
-        return found[0], carry
-    out, top, total = _with_sinks(sunk, (found[0], found[1], found[2]))[0]
-    return _result(calls, out, top, total), carry
+def _decoding(calls: Calls, layout: Layout, seen: Visibility, operands: Callable[[Terms], dict[str, Array]]) -> Plan:
+    """The plan of a decode step, by the decode kernel. Rows that see a page outside the pool are NaN."""
+    spec, lost = calls.spec, None
+    pages, outside = kv_cache.pages_in_pool(spec, layout)
+    if outside is not None:
+        seen, lost = without(seen, outside)
+
+    def attend(
+        query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
+    ) -> tuple[Any, Carry]:
+        cache: dict[str, Any] = {} if pages is None else {"pages": pages}
+        if spec.kv_dtype is not None:
+            for name, scales in (("key_scale", terms.key_scales), ("value_scale", terms.value_scales)):
+                cache[name] = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), key_rows(spec))
+        sunk = _sunk(terms)
+        merged = calls if sunk is None else dataclasses.replace(calls, float32_results=True)
+        found = merged.decode(query, key, _values(spec, key, value), seen, operands(terms), cache)
+        if lost is not None:
+            out, *sums = (jnp.where(lost.reshape(*lost.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in found)
+            found = out, *(found[1:2] if sums else ()), *sums[1:]
+        if not (spec.return_log_sum_exp or spec.has_sinks):
+            return found[0], carry
+        out, top, total = _with_sinks(sunk, (found[0], found[1], found[2]))[0]
+        return _result(calls, out, top, total), carry
+
+    return Plan(forward_only(attend), key_blocks=(DECODE_KEYS,))
 
 
 def _sunk(terms: Terms) -> Array | None:

@@ -19,7 +19,7 @@ from ..partitioned import by_shares
 from . import expression, forward, targets
 from .added import Arrays
 from .backward_buffers import BLOCK_KEYS as BACKWARD_KEYS
-from .decode_buffers import MOST_ROWS, MOST_ROWS_PER_TILE, DecodeKernel
+from .decode_buffers import BLOCK_KEYS, MOST_ROWS, MOST_ROWS_PER_TILE, DecodeKernel
 from .expression import Expression
 from .forward import Kernel
 from .isa import Isa
@@ -97,7 +97,8 @@ class Calls:
         run = jax.ffi.ffi_call(
             targets.target(kind, kernel, self.isa).name,
             results,
-            vmap_method="broadcast_all",
+            # A pool of pages is one array: under vmap each problem has its own.
+            vmap_method="sequential" if "pages" in given else "broadcast_all",
         )
         return dict(zip(order[1], varying(run(*operands), operands), strict=True))
 
@@ -110,9 +111,9 @@ class Calls:
             found = compute(dataclasses.replace(self, spec=spec), dict(zip(arrays, operands, strict=True)))
             return tuple(found[name] for name in results)
 
-        letters = _LETTERS
-        if self.spec.kv_layout == "HND":
-            letters = letters | {"key": "bksh", "value": "bksv"}
+        slots = "bks" if self.spec.kv_layout == "HND" else "bsk"
+        slots = slots.translate(str.maketrans("bs", "..")) if self.spec.page_size else slots
+        letters = _LETTERS | {"key": f"{slots}h", "value": f"{slots}v", "key_scale": slots, "value_scale": slots}
         dims, found = ([letters[name] for name in names] for names in (arrays, results))
         return by_shares(of_share, self.spec, tuple(arrays.values()), dims, found)
 
@@ -193,8 +194,9 @@ class Calls:
         soft_cap = spec.logits_soft_cap is not None
         out, sums = self.kernel.out_dtype, spec.return_log_sum_exp or spec.has_sinks
         return DecodeKernel(
-            spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums, **more
-        )
+            spec.dtype, spec.head_dim, value_head_dim, soft_cap, tile, self._side_by_side, out, sums,
+            page=spec.page_size or 0, kv_dtype=spec.kv_dtype or "", **more,
+        )  # fmt: skip
 
     def decode_mass(
         self, query: Array, key: Array, value: Array | None, seen: Visibility, unit: int
@@ -209,9 +211,18 @@ class Calls:
         return found["mass"], found.get("out")
 
     def decode(
-        self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any] = _NOTHING
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        seen: Visibility,
+        extra: Mapping[str, Any] = _NOTHING,
+        cache: Mapping[str, Any] = _NOTHING,
     ) -> tuple[Array, ...]:
-        """The output of a few query rows; for a spec with a log-sum-exp or sinks all results of :meth:`forward`."""
+        """The output of a few query rows; for a spec with a log-sum-exp or sinks all results of :meth:`forward`.
+
+        ``cache`` has the operands of a paged or quantised cache: ``pages``, ``key_scale``, ``value_scale``.
+        """
         arrays_ = self.adding(extra).arrays
         kernel = self._decode_kernel(self.spec.value_head_dim or 0, arrays=arrays_)
 
@@ -219,7 +230,10 @@ class Calls:
             own = calls._decode_kernel(kernel.value_head_dim, arrays=arrays_)
             return calls.call("decode", own, arrays, P=calls._ranges(self.spec.key_value_length))
 
-        arrays = {"query": query, "key": key, "value": value, **seen.by_name, **extra}
+        if "pages" in cache:  # a fetch may look up slots of two blocks behind the last
+            behind = 2 * BLOCK_KEYS // kernel.page + 1
+            cache = {**cache, "pages": jnp.pad(cache["pages"], ((0, 0), (0, behind)))}
+        arrays = {"query": query, "key": key, "value": value, **seen.by_name, **extra, **cache}
         return self._by_shares(compute, arrays, *(x.name for x in kernel.results))
 
     def decode_listed(
@@ -271,6 +285,18 @@ def is_decode(spec: AttentionSpec) -> bool:
     return few and one_document and not spec.needs_grad
 
 
+def reads_in_place(spec: AttentionSpec) -> bool:
+    """Whether the decode kernel reads the cache of a step where it lies.
+
+    What it does not: float8 numbers, values that are a part of the keys, and pages beside arrays or functions, which
+    hide more than positions and ids say.
+    """
+    if spec.page_size is None and spec.kv_dtype is None:
+        return True
+    hides_more = spec.has_mask or spec.has_bias or spec.has_alibi or functions(spec) != (None, None)
+    return spec.kv_dtype in (None, "int8") and not spec.values_in_keys and not (spec.page_size and hides_more)
+
+
 @functools.lru_cache(maxsize=256)
 def functions(spec: AttentionSpec) -> tuple[Expression | None, Expression | None]:
     """What the kernels evaluate for each pair: a mask function whose interval is not exact, and a score function.
@@ -293,8 +319,7 @@ def rounding_error(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 # Dimensions of operands and results, as ``partitioned.py`` writes them.
 _LETTERS = {
     "query": "btnh",
-    "key": "bskh",
-    "value": "bskv",
+    "pages": "b.",
     **dict.fromkeys(("first", "last", "query_id", "query_position"), "bt"),
     **dict.fromkeys(("position", "key_id"), "bs"),
     **dict.fromkeys(("mask", "bias"), "bnts"),

@@ -25,7 +25,6 @@ fetches ahead well only then.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ from . import added, elements, rows
 from .added import Added
 from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
 from .decode_parts import emit_add, emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
+from .decode_slots import Side, moved
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, fits
 from .handler import Dims, Phase, Signature, State
@@ -69,13 +69,6 @@ def phases(module: ir.Module, isa: Isa, kernel: DecodeKernel, state: State) -> t
     return Phase(items, item), Phase(lambda dims: dims["B"] * dims["K"], last(module, buffers, state))
 
 
-def _strides(kernel: DecodeKernel, dims: Dims, width: int) -> tuple[Any, Any, int]:
-    """Elements from one sequence, KV head and key to the next."""
-    if kernel.side_by_side:
-        return dims["S"] * (kernel.side_by_side * width), width, kernel.side_by_side * width
-    return dims["K"] * dims["S"] * width, dims["S"] * width, width
-
-
 class Walk:
     """What the items of a decode step do with a block of keys: the functions of this file, in the module."""
 
@@ -104,20 +97,26 @@ class Walk:
         in the order of memory: together they fetch all of it.
         """
         buffers, kernel, dims = self.buffers, self.buffers.kernel, self.state.dims(s)
-        size, padded = elements.SIZE[kernel.dtype], buffers.padded_rows(dims)
+        size, padded = elements.SIZE[kernel.stored], buffers.padded_rows(dims)
         batch, heads, own = first // dims["K"], buffers.heads, buffers.head_bytes(dims)
         layout = batch // (dims["B"] // dims["C"]) * dims["S"]
         positions, ids = (self.state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
         numbers = self.state.pointer(s, "data:numbers")
-        count, width = dims["T"] * (dims["N"] // dims["K"]), e.const(i64, kernel.head_dim * size)
+        count = dims["T"] * (dims["N"] // dims["K"])
+        table = self.state.pointer(s, "data:pages").at(batch * dims["E"], 4) if kernel.page else None
 
-        def side(name: str, width: int) -> _Side:
-            by_batch, by_head, by_key = _strides(kernel, dims, width)
-            at = self.state.pointer(s, f"data:{name}").at(batch * by_batch + first % dims["K"] * by_head, size)
-            return _Side(at, by_head * size, by_key * size, width * size)
+        def side(name: str, width: int) -> Side:
+            return Side.of(kernel, dims, self.state.pointer(s, f"data:{name}"), table, first, width)
 
-        keys = side("key", kernel.head_dim)
-        values = side("value", kernel.value_head_dim) if kernel.value_head_dim else keys
+        def scales(name: str, slot: Value, head: Value) -> tuple[Value, ...]:
+            """As the functions of the module take them behind their arguments; empty without scales."""
+            if not kernel.kv_dtype:
+                return ()
+            of = side(f"{name}_scale", 4)
+            return *of.block(slot, head), e.const(i64, of.by_key)
+
+        keys = side("key", kernel.head_dim * size)
+        values = side("value", kernel.value_head_dim * size) if kernel.value_head_dim else keys
 
         def walk(partial: Callable[[Value], Value], start: Value, stop: Value, ahead: Value) -> None:
             with e.loop(start, stop, BLOCK_KEYS) as k:
@@ -131,52 +130,26 @@ class Walk:
                         with e.when(seen() > 0):
                             seen.set(e.run(self._add, s, row, k, positions.at(k, 4), n, count))
                     with e.when(seen() > 0):
-                        fetched = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
-                        e.run(
-                            self._score,
-                            row,
-                            keys.of(k, h),
-                            e.const(i64, keys.by_key),
-                            fetched,
-                            e.const(i64, values.width),
-                            padded,
-                            n,
-                        )
+                        ahead, step = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
+                        block = *keys.block(k, h), e.const(i64, keys.by_key)
+                        e.run(self._score, row, *block, *ahead, step, padded, n, *scales("key", k, h))
                         with e.loop(0, count) as r:
                             e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
                 if kernel.value_head_dim:
                     with e.when(seen() > 0), e.loop(0, heads) as h:
-                        row, result, block = w.at(h * own), partial(h), values.of(k, h)
-                        step, following, element = e.const(i64, values.by_key), keys.fetched(after, h), size
+                        row, result, block = w.at(h * own), partial(h), values.block(k, h)
+                        step, (following, width), element = e.const(i64, values.by_key), keys.fetched(after, h), size
                         if self._widen is not None:
-                            e.run(self._widen, row, block, step, n)
-                            block, step, element = row.at(buffers.values), e.const(i64, buffers.value_width * 4), 4
+                            e.run(self._widen, row, *block, step, n, *scales("value", k, h))
+                            block, step, element = (row.at(buffers.values),), e.const(i64, buffers.value_width * 4), 4
                         with e.loop(0, n, WEIGHED_KEYS) as some, e.loop(0, padded, kernel.rows_per_tile) as r:
                             last = e.min(some + WEIGHED_KEYS, n)
                             for below, column, shape in tiles(buffers):
                                 out = result.at((r + below) * buffers.partial + column, 4)
-                                columns = block.at(column, element), step, following.at(column, size), width
+                                columns = *moved(block, column, element), step, *moved(following, column, size), width
                                 e.run(self._weigh[shape], row, r + below, *columns, out, some, last)
 
         return walk
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Side:
-    """Keys or values of an item's first head: where they start, and the bytes to the next head, slot and row."""
-
-    start: Value
-    by_head: Any
-    by_key: int
-    width: int
-
-    def of(self, slot: Value, head: Value) -> Value:
-        """Where a slot of a head lies."""
-        return self.start.at(slot * self.by_key).at(head * self.by_head)
-
-    def fetched(self, slot: Value, head: Value) -> Value:
-        """The part of the block at ``slot`` that is fetched beside the work of a head, row by row from there on."""
-        return self.start.at(slot * self.by_key).at(head * (BLOCK_KEYS * self.width))
 
 
 def _emit_item(

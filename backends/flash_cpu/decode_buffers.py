@@ -28,7 +28,8 @@ class DecodeKernel:
 
     ``units`` says what is done with units of ``unit`` keys: only those that are ``"listed"`` for a KV head are attended
     to, or the ``"mass"`` of each is a result, mostly without values (dimension 0).
-    ``arrays`` are those of ``added.py``.
+    ``arrays`` are those of ``added.py``. ``page``: slots of a page, of which a table gives some to each sequence; 0: no
+    pages. ``kv_dtype``: of keys and values that have scales; else they are of ``dtype``.
     """
 
     dtype: str
@@ -42,6 +43,13 @@ class DecodeKernel:
     units: Literal["", "listed", "mass"] = ""
     unit: int = 0
     arrays: Arrays = Arrays()  # noqa: RUF009 (a frozen value)
+    page: int = 0
+    kv_dtype: str = ""
+
+    @property
+    def stored(self) -> str:
+        """The dtype of keys and values."""
+        return self.kv_dtype or self.dtype
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -49,12 +57,18 @@ class DecodeKernel:
 
         ``listed`` has distinct indices of units, then -1 to the end.
         """
-        lies = ("B", "S", "K") if self.side_by_side else ("B", "K", "S")
-        found = operands(self.dtype, self.head_dim, self.value_head_dim, lies)
+        row, slot = ("G", self.page) if self.page else ("B", "S")
+        lies = (row, slot, "K") if self.side_by_side else (row, "K", slot)
+        found = operands(self.dtype, self.head_dim, self.value_head_dim, lies, self.stored)
         if self.units == "mass":  # the result says how many units there are
             return tuple(x for x in found if self.value_head_dim or x.name != "value")
         listed = [Operand("listed", "int32", ("B", "K", "W"))] if self.units == "listed" else []
-        return (*found, Operand("ranges", "float32", ("L", "P")), *listed, *self.arrays.operands)
+        pages = [Operand("pages", "int32", ("B", "E"))] if self.page else []
+        scales = [Operand(name, "float32", lies) for name in ("key_scale", "value_scale")] if self.kv_dtype else []
+        return (
+            *(*found, Operand("ranges", "float32", ("L", "P"))),
+            *(*listed, *self.arrays.operands, *pages, *scales),
+        )
 
     @property
     def results(self) -> tuple[Operand, ...]:
@@ -75,9 +89,9 @@ class Buffers:
         self.width = rows.padded(kernel.head_dim, isa)  # of a row of keys, in whole vectors
         self.value_width = rows.padded(kernel.value_head_dim, isa)
         self.partial = self.value_width + isa.lanes  # what a range leaves of a row: output, maximum, sum
-        # Where a row ends inside a vector, a few keys, or a block of values, are copied first.
-        self.widens_keys = self.width != kernel.head_dim
-        self.widens_values = self.value_width != kernel.value_head_dim
+        # Where a row ends inside a vector or has a scale, a few keys, or a block of values, are copied first.
+        self.widens_keys = bool(kernel.kv_dtype) or self.width != kernel.head_dim
+        self.widens_values = bool(kernel.kv_dtype) or self.value_width != kernel.value_head_dim
         # One behind the other: copied keys, flags of a block's keys, a copied block of values, what is added to the
         # rows' scores (positions of a block's keys, and the rows of ``added.py``), the rows.
         self.flags = aligned(isa.lanes * self.width * 4)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from . import elements, rows
+from . import decode_slots, elements, rows
 from .added import Added
-from .decode_buffers import BLOCK_KEYS, Buffers, Rows
+from .decode_buffers import BLOCK_KEYS, Buffers, DecodeKernel, Rows
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import State
 from .isa import Isa
@@ -113,36 +113,55 @@ def emit_add(module: ir.Module, buffers: Buffers, added: Added) -> ir.Function:
 def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     """``score(workspace, keys, step, ahead, ahead_step, rows, count)``: the products of a block of ``count`` keys.
 
+    ``keys`` and ``ahead`` are blocks of slots (``decode_slots.py``). Behind the arguments come the keys' scales and the
+    bytes from one to the next, if they have some.
+
     Meanwhile what is needed next is fetched, row by row from ``ahead`` on. Each key meets a tile of rows; a few keys'
     sums are added across lanes together. Behind the last key the last one is taken again. What a row does not see is
     read as well, and hidden by ``soften``.
     """
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
-    copy = rows.copy_row(module, isa, "copy_key", kernel.dtype, kernel.head_dim) if buffers.widens_keys else None
-    dtype = "float32" if buffers.widens_keys else kernel.dtype
+    copy = _copy(module, buffers, "copy_key", kernel.head_dim) if buffers.widens_keys else None
+    dtype = "float32" if buffers.widens_keys else kernel.stored
+    block = decode_slots.types(kernel)
+    scaled = [*block, i64] if kernel.kv_dtype else []
     size, type_ = elements.SIZE[dtype], vector(f32, isa.lanes)
     at_once, tile = isa.value_vectors, kernel.rows_per_tile
-    with Function(module, "score", [ptr, ptr, i64, ptr, i64, i64, i64]) as (e, arguments):
-        w, keys, step, ahead, ahead_step, padded, count = arguments
+    with Function(module, "score", [ptr, *[*block, i64] * 2, i64, i64, *scaled]) as (e, (w, *arguments)):
+        n = len(block)
+        keys, step, ahead = arguments[:n], arguments[n], arguments[n + 1 : 2 * n + 1]
+        ahead_step, padded, count, *scales = arguments[2 * n + 1 :]
         row = Rows(buffers, w)
         with e.loop(0, count, at_once) as first:
-            places = [keys.at(e.min(first + j, count - 1) * step) for j in range(at_once)]
+            slots = [e.min(first + j, count - 1) for j in range(at_once)]
+            places = [decode_slots.place(kernel, keys, slot, step) for slot in slots]
             if copy is not None:
-                for j, place in enumerate(places):
-                    e.run(copy, place, w.at(j * width, 4))
+                for j, (slot, place) in enumerate(zip(slots, places, strict=True)):
+                    e.run(copy, place, w.at(j * width, 4), *_factor(kernel, slot, scales))
                 places = [w.at(j * width, 4) for j in range(at_once)]
             with e.loop(0, padded, tile) as r:
                 sums = [[e.variable(e.const(type_, 0.0)) for _ in places] for _ in range(tile)]
                 for j, place in enumerate(places):
-                    fetched = ahead.at((first + j) * ahead_step)
+                    fetched = decode_slots.place(kernel, ahead, first + j, ahead_step)
                     with e.loop(0, width, isa.lanes) as d:
-                        e.prefetch(fetched.at(d, elements.SIZE[kernel.dtype]), 1)
+                        e.prefetch(fetched.at(d, elements.SIZE[kernel.stored]), 1)
                         x = elements.load(e, place.at(d, size), dtype, isa.lanes)
                         for i in range(tile):
                             sums[i][j].set(e.fma(x, row.query(r + i).at(d, 4).load(type_), sums[i][j]()))
                 for i in range(tile):
                     row.products(r + i).at(first, 4).store(_across(e, [x() for x in sums[i]]))
     return e.function
+
+
+def _copy(module: ir.Module, buffers: Buffers, name: str, width: int) -> ir.Function:
+    """``copy(source, target)``: a row as float32; ``copy(source, target, factor)`` of one that has a scale."""
+    copy = rows.copy_scaled_row if buffers.kernel.kv_dtype else rows.copy_row
+    return copy(module, buffers.isa, name, buffers.kernel.stored, width)
+
+
+def _factor(kernel: DecodeKernel, slot: Value, scales: list[Value]) -> list[Value]:
+    """The scale of a slot of a block, if there are scales: those of the block, and the bytes from one to the next."""
+    return [decode_slots.place(kernel, scales[:-1], slot, scales[-1]).load(f32)] if scales else []
 
 
 def _across(e: Function, vectors: list[Value]) -> Value:
@@ -223,17 +242,20 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
     """
     isa, kernel = buffers.isa, buffers.kernel
     type_ = vector(f32, isa.lanes)
-    dtype = "float32" if buffers.widens_values else kernel.dtype
-    size, name = elements.SIZE[dtype], f"weigh_{count}_{vectors}"
-    with Function(module, name, [ptr, i64, *[ptr, i64] * 2, ptr, i64, i64]) as (e, arguments):
-        w, r, values, step, ahead, ahead_step, out, first, last = arguments
+    dtype = "float32" if buffers.widens_values else kernel.stored
+    size, name, block = elements.SIZE[dtype], f"weigh_{count}_{vectors}", decode_slots.types(kernel)
+    of_values = [ptr] if buffers.widens_values else block
+    with Function(module, name, [ptr, i64, *of_values, i64, *block, i64, ptr, i64, i64]) as (e, (w, r, *arguments)):
+        n = len(of_values)
+        values, step, (*ahead, ahead_step, out, first, last) = arguments[:n], arguments[n], arguments[n + 1 :]
         row, flags = Rows(buffers, w), w.at(buffers.flags)
         places = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
         sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in places]
         weights = [row.scores(r + i) for i in range(count)]
         with e.loop(first, last) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
-            e.prefetch(ahead.at(k * ahead_step), vectors * isa.lanes * elements.SIZE[kernel.dtype])
-            place = values.at(k * step)
+            fetched = decode_slots.place(kernel, ahead, k, ahead_step)
+            e.prefetch(fetched, vectors * isa.lanes * elements.SIZE[kernel.stored])
+            place = values[0].at(k * step) if buffers.widens_values else decode_slots.place(kernel, values, k, step)
             value = [elements.load(e, place.at(j * isa.lanes, size), dtype, isa.lanes) for j in range(vectors)]
             for i in range(count):
                 p = e.splat(weights[i].at(k, 4).load(f32), isa.lanes)
@@ -249,11 +271,17 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
 
 
 def emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
-    """``widen(workspace, values, step, keys)``: a block's values that some row sees, as float32 in whole vectors."""
-    isa, kernel, width = buffers.isa, buffers.kernel, buffers.value_width
-    copy = rows.copy_row(module, isa, "copy_value", kernel.dtype, kernel.value_head_dim)
-    with Function(module, "widen", [ptr, ptr, i64, i64]) as (e, (w, values, step, keys)):
-        flags = w.at(buffers.flags)
+    """``widen(workspace, values, step, keys)``: a block's values that some row sees, as float32 in whole vectors.
+
+    Scales follow as those of :func:`emit_score`.
+    """
+    kernel, width = buffers.kernel, buffers.value_width
+    copy, block = _copy(module, buffers, "copy_value", kernel.value_head_dim), decode_slots.types(kernel)
+    scaled = [*block, i64] if kernel.kv_dtype else []
+    with Function(module, "widen", [ptr, *block, i64, i64, *scaled]) as (e, (w, *arguments)):
+        n, flags = len(block), w.at(buffers.flags)
+        values, (step, keys), scales = arguments[:n], arguments[n : n + 2], arguments[n + 2 :]
         with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
-            e.run(copy, values.at(k * step), w.at(buffers.values).at(k * width, 4))
+            place = decode_slots.place(kernel, values, k, step)
+            e.run(copy, place, w.at(buffers.values).at(k * width, 4), *_factor(kernel, k, scales))
     return e.function

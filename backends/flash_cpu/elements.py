@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .emit import BFloat, Function, Value, f16, f32, i16, i32, vector
+from .emit import BFloat, Function, Value, f16, f32, i8, i16, i32, vector
 from .isa import AVX512, Isa
 
-SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "uint8": 6, "bool": 1}  # XLA_FFI_DataType
+SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+# XLA_FFI_DataType
+XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "int8": 2, "uint8": 6, "bool": 1}
 
 # 2**f for |f| <= 1/2, highest power first: relative error 2e-9 before rounding.
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184373e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
@@ -31,6 +32,8 @@ def load(e: Function, place: Value, dtype: str, lanes: int | None) -> Value:
         return place.load(of(f32))
     if dtype == "float16":
         return Value(e, e.builder.fpext(place.load(of(f16), 2).raw, of(f32)))
+    if dtype == "int8":
+        return Value(e, e.builder.sitofp(place.load(of(i8), 1).raw, of(f32)))
     bits = Value(e, e.builder.zext(place.load(of(i16), 2).raw, of(i32)))
     return (bits << 16).bits_as(of(f32))
 

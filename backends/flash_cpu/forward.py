@@ -60,13 +60,17 @@ SUMS = tuple(Operand(name, "float32", ("B", "T", "N")) for name in ("top", "tota
 
 
 def operands(
-    dtype: str, head_dim: int, value_head_dim: int, lies: tuple[str, ...] = ("B", "S", "K")
+    dtype: str,
+    head_dim: int,
+    value_head_dim: int,
+    lies: tuple[str | int, ...] = ("B", "S", "K"),
+    kv_dtype: str | None = None,
 ) -> tuple[Operand, ...]:
     """Query, key, value, then the arrays of ``visibility.Visibility``, and the numbers: what all kernels are given."""
     return (
         Operand("query", dtype, ("B", "T", "N", head_dim)),
-        Operand("key", dtype, (*lies, head_dim)),
-        Operand("value", dtype, (*lies, value_head_dim)),
+        Operand("key", kv_dtype or dtype, (*lies, head_dim)),
+        Operand("value", kv_dtype or dtype, (*lies, value_head_dim)),
         Operand("first", "int32", ("C", "T")),
         Operand("last", "int32", ("C", "T")),
         Operand("query_id", "int32", ("C", "T")),

@@ -37,6 +37,17 @@ def copy_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int, pac
     return e.function
 
 
+def copy_scaled_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
+    """A function ``(source, target, factor)``: as :func:`copy_row`, times a factor."""
+    copy, type_ = copy_row(module, isa, f"{name}_numbers", dtype, width), vector(f32, isa.lanes)
+    with Function(module, name, [ptr, ptr, f32]) as (e, (source, target, factor)):
+        e.run(copy, source, target)
+        with e.loop(0, width, isa.lanes) as d:
+            place = target.at(d, 4)
+            place.store(place.load(type_) * e.splat(factor, isa.lanes))
+    return e.function
+
+
 def _copy_pairs(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
     vector_, numbers = vector(i32, isa.lanes), 2 * isa.lanes
     whole = width // numbers * numbers

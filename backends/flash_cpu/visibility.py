@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Int
 
 from .. import masks
 from ..contract import AttentionSpec, EitherArray, Layout, positions
@@ -72,6 +72,16 @@ def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
     arrays = (first, last, query_id, k_pos, key_id)
     rows = max(x.shape[0] for x in arrays)
     return Visibility(*(xp.broadcast_to(x, (rows, x.shape[1])).astype(xp.int32) for x in arrays))
+
+
+def without(seen: Visibility, slots: Bool[Array, "batch kv_len"]) -> tuple[Visibility, Bool[Array, "batch q_len"]]:
+    """The same without these slots, which no query sees any more; and the queries that saw one of them."""
+    rows = slots.shape[0]
+    first, last, query_id, position, key_id = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in seen.by_name.values())
+    place, name = position[:, None], key_id[:, None]
+    sees = (first[..., None] <= place) & (place <= last[..., None]) & (name == query_id[..., None])
+    hidden = Visibility(first, last, query_id, position, jnp.where(slots, NO_KEY, key_id))
+    return hidden, (sees & slots[:, None]).any(-1)
 
 
 def by_interval(spec: AttentionSpec) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Layout, Target, attention, plan, registry
+from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, plan, registry
 from attnsuite.backends.flash_cpu.calls import Calls
+from attnsuite.backends.kv_cache import quantize
+from attnsuite.backends.layout import key_rows
 from attnsuite.testing.problems import CASES, problem
 
 NHD = AttentionSpec(
@@ -19,6 +22,7 @@ NHD = AttentionSpec(
     has_seq_lengths=True,
 )  # fmt: skip
 HND = dataclasses.replace(NHD, kv_layout="HND")
+PAGES = {"page_size": 16, "num_pages": 512}
 DECODING = [
     name
     for name in CASES
@@ -52,6 +56,93 @@ def test_cache_is_not_copied(spec):
 @pytest.mark.parametrize("spec", [NHD, HND], ids=["NHD", "HND"])
 def test_cache_whose_axes_the_caller_swaps_is_copied(spec):
     assert temporary_bytes(spec, swapped=True) >= CACHE_BYTES
+
+
+@pytest.mark.parametrize("spec", [NHD, HND], ids=["NHD", "HND"])
+@pytest.mark.parametrize(
+    "cache", [PAGES, {"kv_dtype": "int8"}, {**PAGES, "kv_dtype": "int8"}], ids=["pages", "int8", "int8-pages"]
+)
+def test_pages_and_int8_are_read_where_they_lie(spec, cache):
+    spec = dataclasses.replace(spec, **cache)
+    shape, dtype = (*key_rows(spec), 64), jnp.int8 if spec.kv_dtype else jnp.float32
+
+    @jax.jit
+    def step(query, key, value, lengths, table, scales):
+        layout = Layout(key_value_seq_lengths=lengths, page_table=table if spec.page_size else None)
+        terms = Terms(key_scales=scales, value_scales=scales) if spec.kv_dtype else Terms()
+        return plan(registry.get("flash_cpu"), spec, layout, target=Target.here()).run(query, key, value, terms=terms)[
+            0
+        ]
+
+    given = [((2, 1, 8, 64), jnp.float32), *[(shape, dtype)] * 2, ((2,), jnp.int32), ((2, 256), jnp.int32)]
+    given.append((shape[:-1], jnp.float32))
+    compiled = step.lower(*(jax.ShapeDtypeStruct(*x) for x in given)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < math.prod(shape) * jnp.dtype(dtype).itemsize / 4
+
+
+def test_scan_over_layers_whose_caches_are_pages_copies_none():
+    """The caches are one pool, with a page for each layer and sequence."""
+    layers, batch, slots = 4, 2, 4096
+    spec = dataclasses.replace(NHD, page_size=slots, num_pages=layers * batch)
+    pool = jax.ShapeDtypeStruct((layers * batch, slots, 4, 64), jnp.float32)
+    query, new = (jax.ShapeDtypeStruct((batch, 1, heads, 64), jnp.float32) for heads in (8, 4))
+
+    def step(keys, values, query, new, at):
+        def layer(x, i):
+            keys, values, query = x
+            keys, values = (jax.lax.dynamic_update_slice(c, new, (i * batch, at, 0, 0)) for c in (keys, values))
+            pages = (i * batch + jnp.arange(batch))[:, None]
+            layout = Layout(page_table=pages, key_value_seq_lengths=jnp.full(batch, at + 1))
+            made = plan(registry.get("flash_cpu"), spec, layout, target=Target.here())
+            return (keys, values, made.run(query, keys, values)[0]), None
+
+        return jax.lax.scan(layer, (keys, values, query), jnp.arange(layers))[0]
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, query, new, 7)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < CACHE_BYTES / 4
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("page_size", "kv_dtype", "kv_heads", "tokens"),
+    [(13, None, 2, 1), (104, None, 8, 2), (8, "int8", 2, 3), (0, "int8", 8, 1), (16, "int8", 1, 1)],
+)
+def test_cache_of_any_kind_gives_what_the_plain_formula_gives(kv_layout, page_size, kv_dtype, kv_heads, tokens):
+    """Heads of 40 numbers end inside a vector; entries behind the lengths are no pages."""
+    rng, slots, lengths = np.random.default_rng(0), 208, jnp.asarray([203, 77])
+    shape, options = (2, slots, kv_heads, 40), {"key_value_seq_lengths": lengths}
+    if page_size:
+        pages = 2 * slots // page_size
+        table = rng.permutation(pages).reshape(2, -1)
+        table[1, -(-77 // page_size) :] = -1
+        shape, options["page_table"] = (pages, page_size, kv_heads, 40), jnp.asarray(table, jnp.int32)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    query, key, value = draw(2, tokens, 8, 40), draw(*shape), draw(*shape)
+    if kv_dtype:
+        key, options["key_scales"] = quantize(key, kv_dtype)
+        value, options["value_scales"] = quantize(value, kv_dtype)
+    if kv_layout == "HND":
+        key, value = (x.swapaxes(1, 2) for x in (key, value))
+        options |= {name: x.swapaxes(1, 2) for name, x in options.items() if name.endswith("scales")}
+    options |= {"is_causal": True, "query_positions": lengths[:, None] - tokens + jnp.arange(tokens)[None]}
+    options |= {"kv_layout": kv_layout, "needs_grad": False, "return_log_sum_exp": True}
+    found, right = (attention(query, key, value, backend=name, **options) for name in ("flash_cpu", "standard"))
+    for x, y in zip(found, right, strict=True):
+        np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+def test_mapped_step_over_pages_reads_the_pool_of_its_problem():
+    rng = np.random.default_rng(0)
+    query, *pool = (
+        jnp.asarray(rng.standard_normal((3, *x)), jnp.float32) for x in ((1, 1, 4, 16), *[(5, 8, 2, 16)] * 2)
+    )
+    tables = jnp.asarray([[[0, 4]], [[3, 1]], [[2, 2]]], jnp.int32)
+
+    def mapped(backend):
+        run = lambda q, k, v, table: attention(q, k, v, page_table=table, backend=backend, needs_grad=False)  # noqa: E731
+        return jax.vmap(run)(query, *pool, tables)
+
+    np.testing.assert_allclose(mapped("flash_cpu"), mapped("standard"), atol=2e-6)
 
 
 def test_scan_over_layers_copies_the_layer_that_it_reads_and_no_other():

@@ -19,6 +19,8 @@ from attnsuite.backends.flash_cpu import (
     backward_buffers,
     backward_rows,
     decode,
+    decode_parts,
+    decode_slots,
     expression,
     forward,
     masking,
@@ -212,13 +214,30 @@ def heads_of_score_counted_from_zero(patch):
 
 def first_head_for_all(patch):
     """Decode: every KV head reads the keys and values of the first."""
-    strides = decode._strides
+    side = decode_slots.Side.of
 
-    def without_heads(kernel, dims, width):
-        by_batch, _, by_key = strides(kernel, dims, width)
-        return by_batch, 0, by_key
+    def without_heads(kernel, dims, start, table, head, width):
+        first = head // dims["K"] * dims["K"]
+        return dataclasses.replace(side(kernel, dims, start, table, first, width), by_head=0)
 
-    patch.setattr(decode, "_strides", without_heads)
+    patch.setattr(decode_slots.Side, "of", without_heads)
+
+
+def first_page_for_all(patch):
+    """Decode: slots of all pages are those of the first in the sequence's table."""
+    place = decode_slots.place
+
+    def in_first(kernel, block, slot, step):
+        if not kernel.page:
+            return place(kernel, block, slot, step)
+        return place(kernel, (*block[:3], block[3] * 0), slot % kernel.page, step)
+
+    patch.setattr(decode_slots, "place", in_first)
+
+
+def scales_ignored(patch):
+    """Decode: numbers of a quantised cache are taken without their scales."""
+    patch.setattr(decode_parts, "_factor", lambda _kernel, slot, scales: [slot.e.const(f32, 1.0)] if scales else [])
 
 
 # fault, the case that shows it, whether only the forward pass is planned (decoding)
@@ -239,6 +258,9 @@ FAULTS = [
     (head_of_group_dropped, "decode-4", True),
     (first_head_for_all, "decode-4", True),
     (first_head_for_all, "decode-hnd", True),
+    (first_head_for_all, "kv-int8-pages-hnd", True),
+    (first_page_for_all, "pages-decode", True),
+    (scales_ignored, "kv-int8-pages-hnd", True),
     (nothing_added, "mask-per-head", False),
     (nothing_added, "bias-per-head", False),
     (bias_has_no_gradient, "bias-broadcast", False),
@@ -261,7 +283,7 @@ def _results(case, *, forward_alone):
         return problem, checks.compiled(backend, problem, here)(*problem.inputs)
     spec = dataclasses.replace(problem.spec, needs_grad=False)
     planned = problems.planned(backend, dataclasses.replace(problem, spec=spec), here)
-    return problem, {"output": planned(*problem.inputs[:3])}
+    return problem, {"output": planned(*problem.inputs[:3], problem.terms)}
 
 
 def _check(problem, results):
