@@ -41,6 +41,7 @@ NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role
 KERNEL = "/"  # between a role and the kernel that computes it
 _REASON_LENGTH = 300
+_LOCATION = re.compile(r"(?: at location:)? loc\(")  # as MLIR writes one
 # Memory of the device itself. A kernel that exceeds a core's own memory (vmem, smem, shared memory) counts as crashed.
 _DEVICE_MEMORY = re.compile(r"\bHBM\b", re.IGNORECASE)
 _SIZES = ("argument", "output", "temp", "alias", "generated_code", "peak")
@@ -214,8 +215,9 @@ def _refused(*reasons: str, error: str = "refused before it was compiled.") -> O
 
 
 def rejected(error: Exception, outcome: Outcome = Outcome()) -> Outcome:  # noqa: B008 (frozen)
-    """The compiler's own words, on one line, without the pages that follow them."""
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON_LENGTH]
+    """The compiler's own words, on one line, up to the location in its source: that holds paths of this machine."""
+    words, *_ = _LOCATION.split(" ".join(str(error).split()), maxsplit=1)
+    message = f"{type(error).__name__}: {words}"[:_REASON_LENGTH]
     out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
     return dataclasses.replace(outcome, status="oom" if out_of_memory else "crashed", error=message)
 

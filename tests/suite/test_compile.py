@@ -155,6 +155,14 @@ def test_running_out_of_the_devices_memory_is_told_from_a_kernel_that_does_not_c
     assert found.error.startswith("RuntimeError: ")
 
 
+@pytest.mark.parametrize("before", [" at location: ", " "])
+def test_words_of_a_compiler_end_before_the_location_in_its_source(before):
+    location = 'loc("dot_general"(callsite("attend"("/home/me/site-packages/kernel.py":7:0))))'
+    found = compile_cell.rejected(RuntimeError(f"INTERNAL: Mosaic failed:\n  Bad lhs type{before}{location}"))
+    assert found.error == "RuntimeError: INTERNAL: Mosaic failed: Bad lhs type"
+    assert compile_cell.rejected(RuntimeError("Cannot alloc(8)")).error == "RuntimeError: Cannot alloc(8)"
+
+
 @pytest.mark.parametrize(("gib", "status"), [(79, "ok"), (81, "oom")])
 def test_peak_is_held_against_the_memory_of_the_target(monkeypatch, gib, status):
     found = judge(monkeypatch, H100, memory={"compiled_peak": gib * 2**30})
