@@ -47,6 +47,7 @@ def _install(name: str) -> Iterator[str]:
 def _takes(name: str) -> Iterator[str]:
     backend = registry.get(name)
     yield from ("", "## What it takes", "")
+    lines: dict[str, list[str]] = {}
     for label, target in TARGETS.items():
         taken = [problem for problem, change in PROBLEMS.items()
                  if support(backend, dataclasses.replace(BASE, **change), target)]  # fmt: skip
@@ -55,9 +56,13 @@ def _takes(name: str) -> Iterator[str]:
         others = [problem for problem in PROBLEMS if problem not in taken]
         takes = backend.takes(target, "native")
         sizes = "any" if takes.head_dims is None else _numbers(takes.head_dims)
-        yield f"- `{label}`: {', '.join(takes.dtypes)}; head dimension {sizes}."
-        every = "  Every problem of the [matrix](../backends.md#what-runs-where)."
-        yield f"  Unsupported: {'; '.join(others)}." if others else every
+        line = f"{', '.join(takes.dtypes)}; head dimension {sizes}. Of the [matrix](../backends.md#what-runs-where): "
+        if len(taken) < len(others):
+            line += f"{'; '.join(taken)}."
+        else:
+            line += f"all but {'; '.join(others)}." if others else "every problem."
+        lines.setdefault(line, []).append(f"`{label}`")
+    yield from (f"- {', '.join(labels)}: {line}" for line, labels in lines.items())
 
 
 def _numbers(sizes: tuple[int, ...] | range) -> str:

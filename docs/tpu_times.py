@@ -194,9 +194,6 @@ times one constant, which is held out in the same way.
 | chip | times | by | rank correlation | median error (%) | 90th percentile (%) |
 |---|---|---|---|---|---|"""
 CHOICE = """
-The rank correlation says little: longer problems take longer, and any count sees that. The error says more, and the
-choice of blocks says most.
-
 ## Which blocks it would choose
 
 For each problem tokamax's search found the fastest blocks. Here the candidates are all pairs of 256, 512, 1024, 2048 and
@@ -215,9 +212,7 @@ problem were published, so the loss that a wrong choice would have on the chip i
   times were not measured.
 - A time of the backward pass (38 times of one chip, too few shapes to hold any out), of float32, of head dimensions
   below 64 or above 256, of a v4 or v5e. For these `tune` orders as before, and shows no expected time.
-- An account of `block_kv_compute`, layouts or the scheduler. Terms for them were tried: none lowered the mean held-out
-  error by more than 0.2 percentage points.
-- An account of the compiler's schedules (`--schedule`), which were not tried.
+- An account of `block_kv_compute`, layouts, the scheduler, or the compiler's schedules.
 - A promise that blocks compile: `tune` compiles each candidate first.
 """
 

@@ -153,8 +153,8 @@ def tried(attend: Attend, name: str, expected: Any) -> str:
 
 
 def table(names: Sequence[str]) -> tuple[str, int]:
-    """A Markdown table of backends, and the number of faults."""
-    rows, notes, faults = [], list[str](), 0
+    """A Markdown table of backends, with a row for all that has the same answers, and the number of faults."""
+    rows, notes, faults = dict[str, list[str]](), list[str](), 0
     for name in TRANSFORMATIONS:
         expected, cells = reference(name), []
         for backend in names:
@@ -167,9 +167,10 @@ def table(names: Sequence[str]) -> tuple[str, int]:
                 notes += [] if answer in notes else [answer]
                 answer = f"no [{notes.index(answer) + 1}]"
             cells.append(answer)
-        rows.append(f"| {name} | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(cells), []).append(name)
     head = [f"| | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---|' * len(names)}"]
-    return "\n".join([*head, *rows, "", *(f"{n}. {note}" for n, note in enumerate(notes, 1))]), faults
+    lines = [f"| {'; '.join(row)} | {cells} |" for cells, row in rows.items()]
+    return "\n".join([*head, *lines, "", *(f"{n}. {note}" for n, note in enumerate(notes, 1))]), faults
 
 
 if __name__ == "__main__":
