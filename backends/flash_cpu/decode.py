@@ -131,13 +131,14 @@ class Walk:
                             seen.set(e.run(self._add, s, row, k, positions.at(k, 4), n, count))
                     with e.when(seen() > 0):
                         ahead, step = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
-                        block = *keys.block(k, h), e.const(i64, keys.by_key)
-                        e.run(self._score, row, *block, *ahead, step, padded, n, *scales("key", k, h))
+                        of_keys = *keys.block(k, h), e.const(i64, keys.by_key)
+                        e.run(self._score, row, *of_keys, *ahead, step, padded, n, *scales("key", k, h))
                         with e.loop(0, count) as r:
                             e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
                 if kernel.value_head_dim:
                     with e.when(seen() > 0), e.loop(0, heads) as h:
-                        row, result, block = w.at(h * own), partial(h), values.block(k, h)
+                        row, result = w.at(h * own), partial(h)
+                        block: tuple[Value, ...] = values.block(k, h)
                         step, (following, width), element = e.const(i64, values.by_key), keys.fetched(after, h), size
                         if self._widen is not None:
                             e.run(self._widen, row, *block, step, n, *scales("value", k, h))
