@@ -130,9 +130,9 @@ class Walk:
                         with e.when(seen() > 0):
                             seen.set(e.run(self._add, s, row, k, positions.at(k, 4), n, count))
                     with e.when(seen() > 0):
-                        ahead, step = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
+                        next_, apart = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
                         of_keys = *keys.block(k, h), e.const(i64, keys.by_key)
-                        e.run(self._score, row, *of_keys, *ahead, step, padded, n, *scales("key", k, h))
+                        e.run(self._score, row, *of_keys, *next_, apart, padded, n, *scales("key", k, h))
                         with e.loop(0, count) as r:
                             e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
                 if kernel.value_head_dim:
