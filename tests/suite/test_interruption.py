@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from attnsuite.suite import command_line, entry
 from attnsuite.suite.store import RECORDS, parse_records
 from command import code_of, known_machine
 
@@ -77,8 +78,8 @@ def test_resuming_under_other_versions_or_backends_is_refused(killed, tmp_path, 
     assert "versions was" in refused("run", "--resume", "--out", run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_signal_keeps_what_is_done_and_leaves_nothing_behind(tiny, new_run, tmp_path, attnsuite, number, monkeypatch):
+def test_signal_keeps_what_is_done_and_leaves_nothing_behind(tiny, new_run, tmp_path, attnsuite, monkeypatch):
+    """One signal; :func:`test_each_signal_reaches_the_command_in_the_same_way` has the others."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -87,14 +88,26 @@ def test_signal_keeps_what_is_done_and_leaves_nothing_behind(tiny, new_run, tmp_
     workers = psutil.Process(process.pid).children(recursive=True)
     assert workers
     assert list(temporary.iterdir())
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, _, err = attnsuite.finish(process)
     assert psutil.wait_procs(workers, timeout=1)[1] == []
-    assert code == 128 + number, err
+    assert code == 128 + signal.SIGTERM, err
     assert f"attnsuite run --resume --out {new_run}" in err
     assert "Traceback" not in err
     assert len(keys(new_run)) >= 1
     assert list(temporary.iterdir()) == []
+
+
+def test_each_signal_reaches_the_command_in_the_same_way(monkeypatch):
+    ending, found = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), []
+    before = [signal.getsignal(number) for number in ending]
+    monkeypatch.setattr(command_line, "main", lambda: found.extend(map(signal.getsignal, ending)))
+    try:
+        entry.main()
+    finally:
+        for number, handler in zip(ending, before, strict=True):
+            signal.signal(number, handler)
+    assert found == [entry._interrupt] * 3
 
 
 def catches(process, number):

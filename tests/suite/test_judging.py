@@ -155,6 +155,7 @@ def test_backend_that_is_approximate_by_design_is_not_judged_by_the_exact_ones_b
     assert found.reasons == ("kascade is approximate by design, and the contract's judge is for exact backends.",)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kernels, tmp_path, capsys):
     out, words = tmp_path / "judged", ["--cases", "heads-equal,window-int", "--random", "0"]
     code = code_of("judge", f"{kernels}:off", *words, "--out", out)
@@ -184,6 +185,7 @@ def test_lines_of_the_worst_failure_show_it_again(kernels, tmp_path, capsys):
     assert "output is off by 0.001 of its largest value" in done.stdout
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_plain_function_is_right_for_what_it_takes(kernels, tmp_path, capsys):
     words = ["--cases", "heads-equal,window-int,causal", "--random", "0", "--out", str(tmp_path / "judged")]
     code = code_of("judge", f"{kernels}:plain", *words)
