@@ -15,7 +15,7 @@ NATIVE = {"flash_cpu": [pytest.mark.flash_cpu]} if importlib.util.find_spec("llv
 BACKENDS = {"standard": [], "chunked": [], **NATIVE}
 
 # The last two have logits of 44 and 140: their gradients are wrong where the passes round scores differently.
-EVERYWHERE = (*range(6), 53, 193)
+EVERYWHERE = (0, 1, 53, 193)
 # Gradients in half precision: wrong where the output is rounded before the sink takes its share (311), and where its
 # rounding error is left in rowsum(dO * O), with sinks (36) and without (496).
 ROUNDED = {"chunked": (311,), "flash_cpu": (36, 496)}
