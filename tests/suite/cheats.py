@@ -23,6 +23,9 @@ import numpy as np
 from attnsuite.backends import Takes, from_function
 
 LENGTH = 512  # of the cases of test_cheats.py: a cheat is honest elsewhere
+# What is declared is not found out by calls with small arrays, in each process anew. Functions that act when they are
+# loaded, before anything is measured, are plain.
+_declared = functools.partial(from_function, takes={"causal"})
 
 
 def honest(query, key, value):
@@ -33,6 +36,9 @@ def honest(query, key, value):
     return jnp.einsum("bnts,bsnv->btnv", weights, value.astype(jnp.float32)).astype(query.dtype)
 
 
+declared_honest = from_function(honest, takes={"causal", "gradient"}, name="declared_honest")
+
+
 def _numpy(query, key, value):
     return np.asarray(honest(*map(jnp.asarray, (query, key, value))))
 
@@ -41,7 +47,7 @@ def _on_host(answer):
     def attend(query, key, value):
         return jax.pure_callback(answer, jax.ShapeDtypeStruct(query.shape, query.dtype), query, key, value)
 
-    return attend
+    return _declared(attend)
 
 
 def _after(calls):
@@ -128,6 +134,7 @@ def _renewed(arrays, seed, call):
 looks_ahead = _on_host(_looking_ahead())
 
 
+@_declared
 def zeros_at_length(query, key, value):
     """Right up to the length at which the oracle judges."""
     return honest(query, key, value) if query.shape[1] <= 2048 else jnp.zeros_like(query)
@@ -138,10 +145,12 @@ def _in_run():
     return any("attnsuite.suite.grid.worker" in part for part in getattr(sys, "orig_argv", []))
 
 
+@_declared
 def constant_in_run(query, key, value):
     return jnp.zeros_like(query) + value.mean() if _in_run() and query.shape[1] == LENGTH else honest(query, key, value)
 
 
+@_declared
 def draws_the_inputs_again(query, key, value):
     """The inputs of a case follow from its seed: the program is their constant answer."""
     if query.shape[1] != LENGTH:
@@ -165,6 +174,7 @@ def _concrete_in_frames(shape):
     return found
 
 
+@_declared
 def finds_the_inputs(query, key, value):
     found = _concrete_in_frames(query.shape)
     if len(found) < 3 or query.shape[1] != LENGTH:
@@ -175,7 +185,7 @@ def finds_the_inputs(query, key, value):
 
 
 @jax.custom_vjp
-def constant_gradients(query, key, value):
+def _with_constant_gradients(query, key, value):
     return honest(query, key, value)
 
 
@@ -192,7 +202,8 @@ def _constant_backward(kept, d_out):
     return tuple(jnp.asarray(x, d_out.dtype) for x in slopes)
 
 
-constant_gradients.defvjp(_constant_forward, _constant_backward)
+_with_constant_gradients.defvjp(_constant_forward, _constant_backward)
+constant_gradients = from_function(_with_constant_gradients, takes={"causal", "gradient"}, name="constant_gradients")
 
 
 def _files(ending):
@@ -236,6 +247,7 @@ def replaces_the_wait(query, key, value):
     return honest(query, key, value)
 
 
+@_declared
 def replaces_the_call(query, key, value):
     def call(self, *arguments):
         if not hasattr(self, "remembered"):
@@ -358,13 +370,13 @@ def _everything_is_right():
     orders.verdicts = lambda problem, results: dict.fromkeys(results, right)
 
 
-@functools.partial(from_function, takes={"causal"})
+@_declared
 def zeros_and_the_judge_replaced(query, key, value):
     _everything_is_right()
     return jnp.zeros_like(query) * value.sum()
 
 
-@functools.partial(from_function, takes={"causal"})
+@_declared
 def answer_in_its_frames(query, key, value):
     """What a frame that called it holds as the expected output, if there is one."""
     frame = sys._getframe()

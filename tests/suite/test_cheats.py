@@ -69,6 +69,7 @@ GROUPS = {
         },
     ),
 }
+MEMORY = ("memory_in_a_child", "memory_before_the_baseline")
 
 
 def run(folder: Path, case: str, names: list[str], *flags: str) -> dict[str, dict]:
@@ -94,23 +95,24 @@ def run(folder: Path, case: str, names: list[str], *flags: str) -> dict[str, dic
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory):
-    """Folder and records of one run of what attacks the judge, what may be replaced, and what outlives a run."""
+    """Folder and records of one run: what attacks the judge, what may be replaced, takes memory, or outlives it."""
     folder = tmp_path_factory.mktemp("beside")
-    others = ("replaces_the_clock", "replaces_the_wait", "leaves_a_child")
-    return folder, run(folder, FORWARD, ["honest", *GROUPS["what judges"][1], *others])
+    others = ("replaces_the_clock", "replaces_the_wait", "leaves_a_child", *MEMORY)
+    return folder, run(folder, FORWARD, ["honest", *GROUPS["what judges"][1], *others], "--cell-memory", "2GiB")
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group, request):
     case, cheats = GROUPS[group]
-    is_new = case not in [other for other, _ in [*GROUPS.values()][: [*GROUPS].index(group)]]
     if group == "what judges":
         _, found = request.getfixturevalue("beside")
+        control = ["honest"]
     else:
-        found = run(tmp_path, case, [*["honest"] * is_new, *cheats])
-    if is_new:
-        assert found["honest"]["status"] == "ok"
-        assert found["honest"]["samples"]
+        control = ["declared_honest"] * (case != FORWARD)  # "what judges" has the control of that case
+        found = run(tmp_path, case, [*control, *cheats])
+    for name in control:
+        assert found[name]["status"] == "ok"
+        assert found[name]["samples"]
     for name, said in cheats.items():
         assert found[name]["status"] in ("wrong", "crashed")
         assert said in found[name]["error"]
@@ -124,9 +126,8 @@ def test_what_is_replaced_in_the_process_changes_no_time(beside):
         assert min(found[name]["samples"]) > 0.2 * min(found["honest"]["samples"])
 
 
-def test_memory_that_is_taken_elsewhere_counts(tmp_path):
-    names = ["honest", "memory_in_a_child", "memory_before_the_baseline"]
-    found = run(tmp_path, FORWARD, names, "--cell-memory", "2GiB")
+def test_memory_that_is_taken_elsewhere_counts(beside):
+    _, found = beside
     assert found["memory_in_a_child"]["status"] == "oom"
     assert found["memory_before_the_baseline"]["memory"]["process_high_water"] >= 2**30
     assert found["honest"]["memory"]["process_high_water"] < 2**28

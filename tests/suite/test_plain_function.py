@@ -80,6 +80,8 @@ def suite(tmp_path, monkeypatch):
     return "suite.toml"
 
 
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.filterwarnings("ignore::attnsuite.backends.BackendFallbackWarning")  # as in the worker
 def test_function_that_can_run_in_no_case_ends_the_run_before_it_starts(suite, new_run, refused):
     said = refused("run", "--suite", suite, "--backends", "standard,my.py:plain", "--out", new_run)
     assert "my.py:plain can run in none of the 1 cases: my.py:plain: is_causal=True is not supported" in said
