@@ -137,7 +137,7 @@ class Chunked:
             seen, cotangents = (out, top, rest), (d_out, None)
             operands = query, key, value
             d_query, d_key, d_value, _ = passes.backward(
-                program, operands, seen, cotangents, NO_TERMS, *backward_tables
+                program, operands, seen, cotangents, NO_TERMS, *backward_tables, asked=()
             )
             return d_query, d_key, cast("Array", d_value)  # None only with values in keys, which have no parts
 
