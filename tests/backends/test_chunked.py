@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import left_out
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
 from attnsuite.backends.contract import may_attend
 from attnsuite.testing import Conformance, cases, problems
@@ -21,6 +22,14 @@ CHUNKED = registry.get("chunked")
 
 class TestChunked(Conformance):
     backend = "chunked"
+    cases = left_out.CASES
+    # Segments, positions and lengths are traced by test_any_segments_positions_and_lengths, too.
+    cases_for_traced_layouts = tuple(
+        case
+        for case in Conformance.cases_for_traced_layouts
+        if not case.startswith(("segments", "padding", "ragged", "positions", "combination"))
+    )
+    cases_for_vmap = ("combination", "decode-1")
 
 
 @pytest.mark.parametrize(
