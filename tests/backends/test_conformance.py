@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import left_out
 from attnsuite.testing import checks, conformance, orders, problems
 from attnsuite.testing.conformance import held
 
@@ -69,6 +70,20 @@ def test_a_lucky_order_of_sums_in_standard_fails_nobody(error: float, passes: bo
     output = output.astype(np.float32)
     assert not lucky.verdict("output", output).passed
     assert orders.verdicts(lucky, {"output": output})["output"].passed == passes
+
+
+def test_problem_that_slow_backends_leave_out_has_no_feature_that_the_other_lacks() -> None:
+    def found(case: str) -> tuple[str, frozenset[str], frozenset[str]]:
+        layout, terms, inputs = problems.arrays(problems.CASES[case], case)
+        spec = problems.spec_of(problems.CASES[case], layout, terms, inputs)
+        given = frozenset(name for name in layout.__dataclass_fields__ if getattr(layout, name) is not None)
+        return spec.dtype, frozenset(spec.features()), given
+
+    for case, other in left_out.HELD_BY.items():
+        (dtype, features, given), (same, more, as_given) = found(case), found(other)
+        assert (dtype, given) == (same, as_given & given), (case, other)
+        assert features <= more, (case, other, features - more)
+    assert not set(left_out.HELD_BY.values()) & set(left_out.HELD_BY)
 
 
 def test_a_skip_is_a_skip() -> None:
