@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
+import left_out
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, masks, oracle, support
 from attnsuite.backends.devices import TPUS
 from attnsuite.backends.splash import SPLASH
@@ -25,6 +26,11 @@ V5E = Target("tpu", "v5e")
 class TestSplash(Conformance):
     backend = "splash"
     mode = "interpret"
+    cases = left_out.CASES
+    # How JAX calls the kernels does not depend on what they mask.
+    cases_for_eager = ("padding-both-ends",)
+    cases_for_vmap = ("combination",)
+    cases_for_traced_layouts = ("padding-both-ends",)  # test_any_segments_and_lengths traces more
     examples = 4
     refuses = frozenset(
         {
