@@ -13,9 +13,6 @@ from .contract import Layout as Layout
 from .contract import Plan as Plan
 from .contract import Support as Support
 from .contract import Terms as Terms
-from .dealing import MeshAxes as MeshAxes
-from .dealing import Sharded as Sharded
-from .dealing import balanced_order as balanced_order
 from .devices import Target as Target
 from .features import FEATURES as FEATURES
 from .features import Takes as Takes
@@ -37,6 +34,9 @@ from .resolve import BackendUnavailableError as BackendUnavailableError
 from .resolve import Rejection as Rejection
 from .resolve import Resolution as Resolution
 from .resolve import resolve as resolve
+from .sharding import MeshAxes as MeshAxes
+from .sharding import Sharded as Sharded
+from .sharding import balanced_order as balanced_order
 from .support import plan as plan
 from .support import support as support
 

@@ -15,9 +15,9 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from .contract import Backend
-from .dealing import MeshAxes, Sharded
 from .devices import Target
 from .features import Mode
+from .sharding import MeshAxes, Sharded
 from .spec import AttentionSpec
 from .support import support
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attnsuite.backends import registry, support
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import speed_of, standard_of
+from attnsuite.suite.reportable import speed_of, standard_of
 from attnsuite.suite.statistics import median
 from attnsuite.suite.store import parse_records
 from attnsuite.suite.support import BASE, PROBLEMS, TARGETS

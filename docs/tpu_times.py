@@ -2,7 +2,7 @@
 """Fits and judges the expected times of `attnsuite tune`: `python docs/tpu_times.py TIMES.csv > docs/reference/tpu-times.md`.
 
 TIMES.csv has the times of tokamax's wheel (0.0.17) and of its repository, a row per measurement. It is not part of this
-repository. The page has the weights that `suite/absent/expected.py` holds.
+repository. The page has the weights that `suite/compile/expected.py` holds.
 """
 
 import csv
@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 
 from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.splash import SPLASH
-from attnsuite.suite.absent.expected import CHIPS, TERMS
+from attnsuite.suite.compile.expected import CHIPS, TERMS
 
 KERNEL, DEVICES = "pallas_mosaic_tpu_flash_attention", {"tpu_v5": "v5p", "tpu_v6_lite": "v6e", "tpu7x": "tpu7x"}
 SIZES = (256, 512, 1024, 2048, 4096)

@@ -3,7 +3,7 @@
 Tensor parallelism is Megatron-LM's (arXiv 1909.08053): queries, keys, values and the MLP's inner dimension are divided
 by the axis of the heads, so that one sum per block is communicated. The other axis (data or context) divides the other
 dimension, as in ZeRO's third stage and FSDP (arXiv 1910.02054): no device holds a whole matrix. The backend divides the
-attention (``backends.dealing.Sharded``).
+attention (``backends.sharding.Sharded``).
 """
 
 from __future__ import annotations

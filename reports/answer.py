@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import baseline_of, ratio_of, same_rounds
+from attnsuite.suite.reportable import baseline_of, ratio_of, same_rounds
 from attnsuite.suite.statistics import Interval
 from attnsuite.suite.summary import shortened
 from attnsuite.suite.user_function import is_reference
 
 from .cells import Cell, Group, group
 from .columns import BASELINE
+from .formatting import TIMES, Value, estimate, number, plural
 from .peers import is_peer
 from .read import Run
 from .table import MILLI, Column, Table, table
-from .words import TIMES, Value, estimate, number, plural
 
 FASTER = "measurably faster"
 _INSTALL = re.compile(r"pip install '[^']+'")

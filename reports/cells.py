@@ -1,4 +1,4 @@
-"""Group records by case, and derive for each cell the figures that ``suite/shown.py`` lets a page show."""
+"""Group records by case, and derive for each cell the figures that ``suite/reportable.py`` lets a page show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import STANDARD, Speed, label, speed_of, standard_of, temp_ratio
+from attnsuite.suite.reportable import STANDARD, Speed, label, speed_of, standard_of, temp_ratio
 
 from . import cases
 

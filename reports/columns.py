@@ -14,8 +14,8 @@ from attnsuite.suite.kinds import phase_of, title_of
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell
+from .formatting import Value
 from .table import MILLI, Column
-from .words import Value
 
 BASELINE = "1 (baseline)"
 

@@ -9,15 +9,15 @@ from typing import Literal
 
 from attnsuite.suite import statistics
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import label, same_problem, shows_memory
+from attnsuite.suite.reportable import label, same_problem, shows_memory
 from attnsuite.suite.statistics import Interval
 
 from . import cases, environment
+from .formatting import Value, code, escape, plural, shorten
 from .markdown import render_table
 from .read import Run, load
 from .regressions import Limits, Regression, against_control, control_of, regressions, timed
 from .table import MILLI, Column, table
-from .words import Value, code, escape, plural, shorten
 
 _ABSENT = "absent"
 _SOURCE = ("source digest", "git revision")

@@ -8,8 +8,8 @@ from typing import Any
 
 from attnsuite.suite.record import Record
 
+from .formatting import TIMES, plural, shorten
 from .table import Column, Table, table
-from .words import TIMES, plural, shorten
 
 _SHOWN_VALUES = 3
 _PACKAGES = ("jax", "jaxlib", "python", "numpy", "scipy", "kvax", "triton", "libtpu")

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attnsuite.suite import kinds
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import is_trusted, shows_memory
+from attnsuite.suite.reportable import is_trusted, shows_memory
 
 from .cells import Cell, Group, by_kind, cells_of
 from .columns import BACKEND, BASELINE, CASE, EXACT, FIGURES, MODE, PROBLEM
+from .formatting import Value, code, escape, plural, shorten
 from .table import MIB, MILLI, Column, Table, scaled, table
-from .words import Value, code, escape, plural, shorten
 
 MEMORY_METHODS: dict[str, str] = {
     "compiled_argument": "arguments, compiled (MiB)",

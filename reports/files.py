@@ -10,16 +10,16 @@ import math
 from collections.abc import Sequence
 
 from attnsuite.suite.record import TensorError
-from attnsuite.suite.shown import shows_memory
+from attnsuite.suite.reportable import shows_memory
 from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell, cells_of
 from .columns import FIGURES
+from .formatting import Value
 from .page import Page, Section
 from .quality import shows_quality
 from .table import Table
-from .words import Value
 
 JSON_SCHEMA = 1
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from attnsuite.suite.kinds import phase_of, title_of
 from attnsuite.suite.kinds.op_case import is_plain
-from attnsuite.suite.shown import shows_memory
+from attnsuite.suite.reportable import shows_memory
 
 from .cells import Group, cells_of
 from .plot import PASSES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from .formatting import Interval, Value, escape, plural, show
 from .page import Page, Section
 from .table import Table
-from .words import Interval, Value, escape, plural, show
 
 _LEFT = (str, bool)
 _LOUD = ("wrong", "oom", "timeout", "crashed", "OUTSIDE", "INVALID")

@@ -13,14 +13,14 @@ from pathlib import PurePath
 from attnsuite.suite import statistics
 from attnsuite.suite.kinds import phase_of
 from attnsuite.suite.model_suite import NAME, model_suites
-from attnsuite.suite.shown import STANDARD, is_trusted
+from attnsuite.suite.reportable import STANDARD, is_trusted
 
 from . import quality
 from .cells import Cell, Group, cells_of
 from .columns import FIGURES
 from .extension import pages
+from .formatting import Value
 from .table import MIB, MILLI, Column, Table, scaled, table
-from .words import Value
 
 
 def model_table(groups: Sequence[Group]) -> Table | None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from attnsuite.suite.peers import PEERS
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import ratio_of, same_rounds
+from attnsuite.suite.reportable import ratio_of, same_rounds
 
 from .cells import Cell, Group, by_kind
 from .columns import BACKEND, PROBLEM
+from .formatting import Value
 from .table import Column, Table, table
-from .words import Value
 
 
 def against(groups: Sequence[Group]) -> tuple[Table, ...]:

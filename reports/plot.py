@@ -15,7 +15,7 @@ from typing import Any
 
 from attnsuite.suite.kinds import phase_of
 from attnsuite.suite.kinds.op_case import is_plain
-from attnsuite.suite.shown import baseline_of, matmul_peak
+from attnsuite.suite.reportable import baseline_of, matmul_peak
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group

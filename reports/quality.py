@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from attnsuite.suite import statistics
-from attnsuite.suite.shown import STANDARD, is_trusted
+from attnsuite.suite.reportable import STANDARD, is_trusted
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell, Group, by_kind, cells_of

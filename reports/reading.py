@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnsuite.suite.shown import baseline_of
+from attnsuite.suite.reportable import baseline_of
 
 from . import quality
 from .answer import exact_speeds
 from .cells import Cell, Group, cells_of
-from .words import TIMES, code, escape, estimate, number, plural, shorten
+from .formatting import TIMES, code, escape, estimate, number, plural, shorten
 
 _FAILED = ("wrong", "oom", "timeout", "crashed")
 

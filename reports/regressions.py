@@ -30,7 +30,7 @@ from attnsuite.sentences import given
 from attnsuite.suite import statistics
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import (
+from attnsuite.suite.reportable import (
     STANDARD,
     is_trusted,
     program_bytes,
@@ -40,7 +40,7 @@ from attnsuite.suite.shown import (
     shows_speed,
 )
 
-from .words import estimate, number, plural
+from .formatting import estimate, number, plural
 
 Runs = Mapping[str, Record]  # by key
 What = Literal["wrong", "failed", "slower", "memory", "bundles"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .words import Value
+from .formatting import Value
 
 MIB = 2**20
 MILLI = 1e3

@@ -17,14 +17,14 @@ import numpy as np
 
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import label, same_problem, shows_speed, standard_of
+from attnsuite.suite.reportable import label, same_problem, shows_speed, standard_of
 from attnsuite.suite.trend import Entry
 
 from . import cases, environment
+from .formatting import escape, number, plural
 from .markdown import render_table
 from .regressions import against_control
 from .table import MILLI, Column, table
-from .words import escape, number, plural
 
 LASTS = 3  # runs that a level lasts at least
 LEAST_NOISE = 0.01  # of a value, between neighbouring runs: few runs can look steadier than a machine is

@@ -24,7 +24,7 @@ from .kinds.attention import OpCase, spec_of
 from .kinds.model import ModelCase
 from .peers import PEERS
 from .record import Record
-from .shown import STANDARD, program_bytes, ratio_of, shows_speed, times_of
+from .reportable import STANDARD, program_bytes, ratio_of, shows_speed, times_of
 from .statistics import median
 from .store import parse_records, records_path
 from .user_function import is_reference

@@ -17,17 +17,17 @@ from attnsuite.backends import Target, names, registry, support
 from attnsuite.backends.tunable import CompilesKernels
 from attnsuite.models import PRESETS
 
-from .absent import topologies
-from .absent.programs import model_config
+from .compile import topologies
+from .compile.programs import model_config
 from .compile_run import CompileGrid
 from .errors import InputError
+from .flag_values import is_whole, names_of
 from .grid.run import RunGrid
 from .grid.running import Limits
 from .kinds.attention import OpCase, spec_of
 from .kinds.model import ModelCase
 from .measure.environment import versions
 from .named_model import absolute
-from .names import is_whole, names_of
 from .record import Record
 from .store import RECORDS
 from .suites import Suite, find_suite, select

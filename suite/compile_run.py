@@ -1,7 +1,7 @@
 """``attnsuite compile``: compile every case for every backend and every device, without an accelerator in the machine.
 
 Each kind of device has one process; as many run side by side as there are cores and memory for. A compiler's answer is
-kept on disk (``absent/cache.py``), so that a run that was stopped, or is asked again, compiles nothing twice.
+kept on disk (``compile/cache.py``), so that a run that was stopped, or is asked again, compiles nothing twice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
-from .absent import cache as compile_cache
-from .absent import schedules, slices, topologies
-from .absent.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .cell import Cell, Outcome
+from .compile import cache as compile_cache
+from .compile import schedules, slices, topologies
+from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .errors import CellFailure, InputError
 from .grid import folders, work
 from .grid.execute import execute

@@ -16,7 +16,7 @@ from attnsuite.backends import oracle
 
 from .measure import plausible
 from .record import Record, TensorError
-from .shown import shows_speed, times_of
+from .reportable import shows_speed, times_of
 from .statistics import median
 
 # bfloat16 operations per second without sparsity, as the vendors publish them; per device as JAX counts devices.

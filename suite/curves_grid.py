@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from attnsuite.models.sharded_training import MeshSizes
 
 from .cell import Asked, Cell
+from .flag_values import known_backend
 from .grid.executors import here
 from .grid.grid import Grid
 from .grid.references import References
@@ -21,7 +22,6 @@ from .host_devices import make_host_devices
 from .kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 from .measure.environment import describe
 from .measure.memory import machine_bytes
-from .names import known_backend
 from .record import Environment, Record
 from .typed import Scalar
 

@@ -26,11 +26,11 @@ from attnsuite.backends import BackendUnavailableError
 from attnsuite.models import generate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.flag_values import parse_options
 from attnsuite.suite.kinds.model_program import kept_of
 from attnsuite.suite.measure.text import reader_of
 from attnsuite.suite.named_model import checkpoint_of, model_of
-from attnsuite.suite.names import parse_options
-from attnsuite.suite.streamed import options_of
+from attnsuite.suite.perplexity import options_of
 
 try:
     import jinja2  # pyright: ignore[reportMissingImports]

@@ -12,7 +12,7 @@ import jax
 from attnsuite.models.sharded_training import MeshSizes
 
 from .errors import InputError
-from .names import is_whole
+from .flag_values import is_whole
 
 _FORCED = "xla_force_host_platform_device_count"  # the older way to say it, which JAX refuses beside the newer one
 

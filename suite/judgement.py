@@ -11,10 +11,10 @@ from attnsuite.testing.problems import CASES
 from attnsuite.testing.verdicts import VERDICTS
 
 from .errors import InputError
+from .flag_values import names_of
 from .grid.run import RunGrid, resumed_request
 from .grid.running import Limits
 from .kinds.conformance import TAKES, ConformanceCase, answer_of
-from .names import names_of
 from .record import Record
 from .user_function import known_row
 

@@ -105,7 +105,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a TPU's compiler scheduled for one Pallas kernel (``absent/schedules.py``): counts, never a time.
+    """What a TPU's compiler scheduled for one Pallas kernel (``compile/schedules.py``): counts, never a time.
 
     ``bundles`` are those of the whole kernel, ``step_bundles`` those of one step of its grid. The other figures are of
     ``step_bundles``: how many use a matrix unit; how often a vector register is read back (``fills``) or written out
@@ -143,7 +143,7 @@ class ProgramText:
     ``products`` maps the dtypes of a product, ``f32 x f32 -> f32``, to how often the program has it; the last dtype is
     what the product accumulates into. ``score_arrays`` are arrays with an element for each query and key, ``copies``
     those made from keys or values in another layout or dtype. ``operations`` counts those of the program, ``by_hand``
-    those of the library's own call for the same arrays (``absent/by_hand.py``).
+    those of the library's own call for the same arrays (``compile/by_hand.py``).
     """
 
     products: dict[str, Count]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from .record import Record
-from .shown import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of, times_of
+from .reportable import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of, times_of
 from .statistics import Interval, median
 
 _NAME = 15  # columns of a backend's name

@@ -38,7 +38,7 @@ from . import files, typed
 from .errors import InputError
 from .measure.environment import describe
 from .named_model import model_of
-from .streamed import options_of
+from .perplexity import options_of
 from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"

@@ -1,8 +1,8 @@
 """What ``attnsuite tune`` makes of its records: the winner of each cell, and the table ``tuned.json`` of the winners.
 
 Measured candidates win by their time. For a device that is not here, those that compile and fit come first. Among them
-come first those with the fewest spilled bytes, then the least expected time (``absent/expected.py``; of few kernels and
-devices), then the fewest steps of the kernels' grids, then the fewest bytes loaded, then the largest blocks; the
+come first those with the fewest spilled bytes, then the least expected time (``compile/expected.py``; of few kernels
+and devices), then the fewest steps of the kernels' grids, then the fewest bytes loaded, then the largest blocks; the
 defaults win a tie. A ranking is no measurement, and the table says which of the two it holds. ``backends/tuned.py``
 reads the table: the winners, and all that was tried or failed.
 """
@@ -19,13 +19,13 @@ from typing import Any
 from attnsuite.backends.tuned import SCHEMA
 
 from . import statistics
-from .absent.expected import CHIPS, expected_seconds
+from .compile.expected import CHIPS, expected_seconds
 from .errors import InputError
 from .kinds import make_case
 from .kinds.attention import OpCase, spec_of
 from .kinds.tuning import Trial
 from .record import Record
-from .shown import scheduled_bundles
+from .reportable import scheduled_bundles
 from .statistics import Interval
 
 TABLE = "tuned.json"

@@ -27,12 +27,13 @@ from attnsuite.backends import Backend, Target, names, registry, support
 from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, Tunable
 
 from . import files, statistics
-from .absent import schedules, topologies
-from .absent.candidates import NO_SPILLS, compile_candidate, compile_kernels
-from .absent.programs import op_program as abstract_program
 from .cell import Cell, Outcome
+from .compile import schedules, topologies
+from .compile.candidates import NO_SPILLS, compile_candidate, compile_kernels
+from .compile.programs import op_program as abstract_program
 from .doctor import examine_here
 from .errors import CellFailure, InputError
+from .flag_values import known_backend
 from .grid import folders, work
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
@@ -44,7 +45,6 @@ from .kinds import problem_of
 from .kinds.attention import OpCase, judged_case, op_program, spec_of
 from .measure import judge, speed
 from .measure.program import named_outputs
-from .names import known_backend
 from .record import Environment, Record
 from .store import Manifest
 from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, case_of, table

@@ -18,7 +18,7 @@ from attnsuite.backends import Takes, from_function, registry
 from attnsuite.backends.function import FunctionBackend
 
 from .errors import InputError
-from .names import known_backend
+from .flag_values import known_backend
 from .plain_function import found_out
 
 _FORM = "give PATH.py:NAME, a file and a function of (query, key, value) in it"

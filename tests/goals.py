@@ -19,7 +19,7 @@ from attnsuite.reports.cells import Cell, Group, group
 from attnsuite.reports.columns import problem_of
 from attnsuite.reports.kascade import tables as kascade
 from attnsuite.suite import statistics
-from attnsuite.suite.shown import same_rounds, shows_memory
+from attnsuite.suite.reportable import same_rounds, shows_memory
 
 Figure = Callable[[Group, Cell], float | None]
 

@@ -35,7 +35,7 @@ import hostile_checkpoints
 import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
-from attnsuite.suite import command_line, compile_run, doctor, streamed, train, tuning
+from attnsuite.suite import command_line, compile_run, doctor, perplexity, train, tuning
 from attnsuite.suite.grid import execute, process, run
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds.kascade import calibrate
@@ -189,7 +189,7 @@ def nothing_begins() -> Iterator[None]:
         (model_weights, "_write", begins),
         (process.Worker, "__init__", begins),
         (run, "probe", probe_here),
-        (streamed, "streamed_nats", begins),
+        (perplexity, "streamed_nats", begins),
         (train, "_steps", steps),
         (train, "describe", lambda: ENVIRONMENT),
         (tuning, "rank_candidates", begins),

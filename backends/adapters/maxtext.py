@@ -17,9 +17,9 @@ from jaxtyping import Array
 
 from ..attention import attention
 from ..contract import Carry
-from ..dealing import Sharded
 from ..layer_stack import LayerStack
 from ..registry import get, names
+from ..sharding import Sharded
 from .hook import check_options, signature_of
 
 READ = "MaxText 0.2.5"

@@ -19,11 +19,11 @@ from jaxtyping import Array, Float
 
 from .. import tuned
 from ..contract import AttentionSpec, Carry, Kept, Layout, Plan
-from ..dealing import MeshAxes
 from ..derivatives import forward_only
 from ..devices import Target
 from ..features import INSTEAD, Mode, Takes
 from ..resolve import resolve
+from ..sharding import MeshAxes
 from . import steps, tuning, xla
 from .backward import Attend, differentiable
 from .cost import runs_dense

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 from .. import tuned
 from ..contract import Plan, check_options
-from ..dealing import MeshAxes
 from ..devices import Target
 from ..features import DTYPES, INSTEAD, Mode, Takes
 from ..layout import Layout
+from ..sharding import MeshAxes
 from ..spec import AttentionSpec
 from ..support import support
 from ..tunable import KernelBuild

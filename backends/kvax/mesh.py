@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..contract import Plan
-from ..dealing import MeshAxes
 from ..layout import Layout
 from ..operands import Terms
+from ..sharding import MeshAxes
 from ..spec import AttentionSpec
 from ..vendor_kernel import padded
 from . import layout as layouts

@@ -9,11 +9,11 @@ from attnsuite.suite.kinds import phase_of
 from attnsuite.suite.kinds.kascade.guide import LENGTHS, NAME
 from attnsuite.suite.kinds.kascade.methods import KERNELS
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import is_trusted, same_rounds
+from attnsuite.suite.reportable import is_trusted, same_rounds
 
 from ..cells import Group
+from ..formatting import Value, estimate, number
 from ..table import Column, Table, table
-from ..words import Value, estimate, number
 from . import tables
 
 

@@ -8,8 +8,8 @@ from attnsuite.suite.kinds.kascade.methods import METHODS
 
 from ..cells import Group
 from ..extension import ExtensionPage
+from ..formatting import code, escape
 from ..page import Section
-from ..words import code, escape
 from . import guide, tables
 
 

@@ -17,14 +17,14 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import is_trusted, same_rounds
+from attnsuite.suite.reportable import is_trusted, same_rounds
 from attnsuite.suite.statistics import Interval
 
 from ..cells import Cell, Group
 from ..columns import BASELINE
+from ..formatting import TIMES, Value, code, estimate, number, plural
 from ..plot import Panel, Picture
 from ..table import MILLI, Column, Table, scaled, table
-from ..words import TIMES, Value, code, estimate, number, plural
 
 GATE, TEXT, RETRIEVAL = "kascade_gate", "kascade_text", "kascade_retrieval"
 STACKS = ("kascade_prefill", "kascade_decode")

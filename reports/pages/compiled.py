@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from attnsuite.suite import kinds
-from attnsuite.suite.absent.occupancy import WARPS, occupancy
+from attnsuite.suite.compile.occupancy import WARPS, occupancy
 from attnsuite.suite.record import Kernel, Record, Schedule
-from attnsuite.suite.shown import scheduled_bundles
+from attnsuite.suite.reportable import scheduled_bundles
 
 from .. import cases, environment, markdown, programs
 from ..cells import group
+from ..formatting import DASH, Value, code, command_line, escape, plural
 from ..page import Page, Section, section
 from ..read import Run, load
 from ..table import MIB, Column, Table, scaled, table
-from ..words import DASH, Value, code, command_line, escape, plural
 
 METHOD = (
     (

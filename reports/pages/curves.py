@@ -12,9 +12,9 @@ from attnsuite.suite.kinds.loss_curve import FACTOR, TrainingCase, Verdict, judg
 from attnsuite.suite.record import Record
 
 from ..environment import date_of
+from ..formatting import DASH
 from ..plot import as_svg
 from ..read import ReportError
-from ..words import DASH
 
 PICTURE = "loss-curves.svg"
 _SETUP = (

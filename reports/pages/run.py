@@ -26,9 +26,9 @@ from .. import (
 )
 from ..cells import Cell, Group, cells_of, group
 from ..extension import ExtensionPage, pages
+from ..formatting import code, command_line, escape, plural
 from ..page import Page, Section, section
 from ..read import Run
-from ..words import code, command_line, escape, plural
 
 METHOD = (
     (

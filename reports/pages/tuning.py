@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attnsuite.suite.absent.occupancy import WARPS, occupancy
+from attnsuite.suite.compile.occupancy import WARPS, occupancy
 from attnsuite.suite.kinds.tuning import Trial
 from attnsuite.suite.record import Record
-from attnsuite.suite.shown import scheduled_bundles
+from attnsuite.suite.reportable import scheduled_bundles
 from attnsuite.suite.tuned_table import expected_gain, winner
 
 from ..environment import date_of, device_of, versions_of
+from ..formatting import Value, code, escape, estimate, number
 from ..markdown import render_table
 from ..table import Column, table
-from ..words import Value, code, escape, estimate, number
 
 _COLUMNS = (
     Column("case", "case", merge=True),

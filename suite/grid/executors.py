@@ -44,7 +44,9 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
         running = _started(cells, references, context.limits, stack)
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         modes = dict.fromkeys(cell.mode for cell in cells)
-        judged_by = {mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_apart) for mode in modes}
+        judged_by = {
+            mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_in_subprocess) for mode in modes
+        }
         lanes = [
             _Interpreted(each, judged_by["interpret"], context, references)
             for each in running

@@ -21,8 +21,8 @@ from typing import Any, Literal, Self
 
 from ..cell import Cell
 from ..errors import CellFailure, InputError
+from ..flag_values import names_of
 from ..measure import environment as here
-from ..names import names_of
 from ..record import MACHINE_KIND, Environment, Record
 from .executors import is_measured, refused
 from .grid import Grid, GridWatcher

@@ -18,13 +18,13 @@ from attnsuite.backends import names
 from .. import files, typed
 from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
+from ..flag_values import names_of
 from ..kinds import extensions, kind_of, make_case, problem_of, with_flags
 from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
 from ..model_suite import ModelSuiteFlags, model_suite
 from ..model_suite import rows as model_suite_rows
-from ..names import names_of
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import Manifest, TextIdentity, read_manifest

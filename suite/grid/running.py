@@ -189,7 +189,7 @@ def prepare(
     if isinstance(reference, Exception):
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case, each.cell.row, "compiling and judging")
-    apart = references is not None and kind_of(each.cell.kind).judges_apart
+    apart = references is not None and kind_of(each.cell.kind).judges_in_subprocess
     given = None if apart else reference
     call = (work.prepare, each.cell, given, context.limits.memory, context.text, isinstance(each.worker, Turn))
     try:

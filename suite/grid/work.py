@@ -16,7 +16,6 @@ import psutil
 
 from attnsuite.backends import Target, registry
 
-from ..apart import Process, apart_of, register_apart
 from ..cell import Case, Cell, Means, Outcome, Prepared
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
@@ -24,6 +23,7 @@ from ..measure import accelerator, arrays, machine, memory, placement, speed
 from ..measure.fresh import Draw
 from ..measure.profile import profile
 from ..record import Machine, TensorError
+from ..subprocess_function import Process, register_in_subprocess, subprocess_function_of
 from ..user_function import files_of, is_reference, register_functions
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def prepare(
     resident = psutil.Process().memory_info().rss if is_own else None
     before = memory.device_statistics() if shared else None
     kind = kind_of(cell.kind)
-    if is_own and kind.calls_apart and not here.startswith("tpu"):  # a TPU admits one process
-        register_apart(cell.row, functools.partial(_apart, cell.row))
+    if is_own and kind.calls_in_subprocess and not here.startswith("tpu"):  # a TPU admits one process
+        register_in_subprocess(cell.row, functools.partial(_subprocess, cell.row))
     else:
         register_functions([cell.row])
     means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident)
     prepared = _PREPARED[cell.key] = kind.prepare(cell, make_case(cell.problem), means)
     outcome = prepared.outcome
-    apart = apart_of(registry.get(cell.row)) if is_own else None
-    if is_own and not (is_confined if apart is None else apart.process.is_confined):
+    function = subprocess_function_of(registry.get(cell.row)) if is_own else None
+    if is_own and not (is_confined if function is None else function.process.is_confined):
         outcome = dataclasses.replace(outcome, notes=(*outcome.notes, UNCONFINED))
     if before is not None:
         outcome = dataclasses.replace(outcome, memory=memory.by_difference(outcome.memory, before))
@@ -68,7 +68,7 @@ def prepare(
     return {"outcome": outcome, "named": prepared.named is not None}
 
 
-def _apart(reference: str, threads: int | None) -> Process:
+def _subprocess(reference: str, threads: int | None) -> Process:
     """A process for a function of the user, which ends with this one."""
     from .process import Worker  # noqa: PLC0415 (it asks for the functions of this module)
 

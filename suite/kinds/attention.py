@@ -27,9 +27,9 @@ from attnsuite.backends import (
     support,
 )
 from attnsuite.backends import plan as plan_whole
-from attnsuite.backends.dealing import divided
 from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.features import Mode
+from attnsuite.backends.sharding import divided
 
 from .. import peers, typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared
@@ -162,7 +162,7 @@ class Attention(Kind):
     }
     phases: ClassVar = {"op_forward": "forward", "op_forward_backward": "forward and backward", "op_decode": "token"}
     case: ClassVar = OpCase
-    judges_apart: ClassVar = True
+    judges_in_subprocess: ClassVar = True
     rechecks_all: ClassVar = True
 
     def read(self, fields: Mapping[str, Any]) -> OpCase:

@@ -154,7 +154,7 @@ class Block(Kind):
 
     titles: ClassVar = {"block_forward": "block, forward", "block_forward_backward": "block, forward and backward"}
     case: ClassVar = BlockCase
-    judges_apart: ClassVar = True
+    judges_in_subprocess: ClassVar = True
 
     def cells(self, case: BlockCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend."""

@@ -396,7 +396,7 @@ class Caller(Kind):
 
     titles: ClassVar = {"caller": "as people call it"}
     case: ClassVar = CallerCase
-    judges_apart: ClassVar = True
+    judges_in_subprocess: ClassVar = True
     baseline: ClassVar = LIBRARY
 
     def rows(self, case: CallerCase) -> tuple[str, ...]:

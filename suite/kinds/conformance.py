@@ -15,16 +15,16 @@ from attnsuite.backends import Target, from_function, registry
 from attnsuite.backends.features import Mode
 from attnsuite.backends.support import takes_of
 
-from ..apart import ApartError, apart_of
 from ..cell import Asked, Cell, Means, Outcome, Prepared
 from ..measure.judge import as_error
 from ..record import Record
+from ..subprocess_function import SubprocessFunctionError, subprocess_function_of
 from ..typed import Real, Seed, Whole
 from .kind import Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
 if TYPE_CHECKING:
-    from attnsuite.testing.verdicts import Arrays, Elsewhere, Subject
+    from attnsuite.testing.verdicts import Arrays, InSubprocess, Subject
 
 TAKES = "takes"  # the name of the case that says what a backend or function takes
 _NOT_TAKEN = "asks for more than it takes."
@@ -78,7 +78,7 @@ class Conformance(Kind):
     shares_process: ClassVar = True
     cases_share_process: ClassVar = True
     needs_ceilings: ClassVar = False
-    calls_apart: ClassVar = True
+    calls_in_subprocess: ClassVar = True
 
     def cells(self, case: ConformanceCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""
@@ -108,7 +108,7 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
     if case.name == TAKES:
         return Outcome(facts=Held(gradients=False, share=None, said=_description(name, target, mode)))
     if case.number is None and case.name in verdicts.VERDICTS:
-        return _asked(name, case.name, verdicts.Subject(backend, target, mode, case.seed or 0))
+        return _verdict(name, case.name, verdicts.Subject(backend, target, mode, case.seed or 0))
     if not backend.exact:
         reason = f"{name} is approximate by design, and the contract's judge is for exact backends."
         return Outcome(status="unsupported", reasons=(reason,), error=_NOT_TAKEN)
@@ -125,7 +125,7 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
             jax.clear_caches()
     if found.status == "unsupported":
         asks = any(" is not supported by " in reason for reason in found.said)
-        said = tuple(sentence.replace("ApartError: ", "") for sentence in found.said)
+        said = tuple(sentence.replace("SubprocessFunctionError: ", "") for sentence in found.said)
         return Outcome(status="unsupported", reasons=said, error=_NOT_TAKEN if asks else said[0])
     share = max((random_specs.share(verdict) for verdict in found.verdicts.values()), default=math.inf)
     return Outcome(
@@ -141,12 +141,12 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
     )
 
 
-def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
+def _verdict(name: str, verdict: str, subject: Subject) -> Outcome:
     """The outcome of a verdict; one that does not apply is unsupported, with the reason."""
     from attnsuite.testing import verdicts  # noqa: PLC0415 (as above)
 
     try:
-        found = verdicts.ask(verdict, subject, _elsewhere(name, subject))
+        found = verdicts.ask(verdict, subject, _in_subprocess(name, subject))
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
         return _crashed(error)
     if found.answer == "not applicable":
@@ -154,19 +154,19 @@ def _asked(name: str, verdict: str, subject: Subject) -> Outcome:
     return Outcome(facts=Held(gradients=False, share=None, answer=found.answer, said=found.said))
 
 
-def _elsewhere(name: str, subject: Subject) -> Elsewhere | None:
+def _in_subprocess(name: str, subject: Subject) -> InSubprocess | None:
     """How to compute in another process; None on a device that one process holds alone."""
     from attnsuite.testing.verdicts import results  # noqa: PLC0415 (as above)
 
-    from ..elsewhere import elsewhere_of  # noqa: PLC0415 (as above)
+    from ..subprocess_results import results_in_subprocess  # noqa: PLC0415 (as above)
 
-    apart = apart_of(subject.backend)
-    if apart is None or subject.target.platform != "cpu":
-        return elsewhere_of(name, subject)
+    function = subprocess_function_of(subject.backend)
+    if function is None or subject.target.platform != "cpu":
+        return results_in_subprocess(name, subject)
 
     def anew(threads: int | None) -> Mapping[str, Arrays]:
         backend = from_function(
-            apart.anew(threads), takes=takes_of(subject.backend, subject.target, subject.mode), name=name
+            function.anew(threads), takes=takes_of(subject.backend, subject.target, subject.mode), name=name
         )
         return results(dataclasses.replace(subject, backend=backend))
 
@@ -174,17 +174,18 @@ def _elsewhere(name: str, subject: Subject) -> Elsewhere | None:
 
 
 def _crashed(error: Exception) -> Outcome:
-    name, words = type(error).__name__, " ".join(str(error).split())
-    _, apart, raised = str(error).rpartition("ApartError: ")  # JAX shows how it came to raise in a callback
-    if isinstance(error, ApartError) or apart:
-        return Outcome(status="crashed", error=(raised.partition("\n")[0] if apart else words)[:_LONGEST])
-    return Outcome(status="crashed", error=f"{name}: {words}"[:_LONGEST])
+    name, message = type(error).__name__, " ".join(str(error).split())
+    # JAX puts the traceback of a callback before its error.
+    _, found, raised = str(error).rpartition("SubprocessFunctionError: ")
+    if isinstance(error, SubprocessFunctionError) or found:
+        return Outcome(status="crashed", error=(raised.partition("\n")[0] if found else message)[:_LONGEST])
+    return Outcome(status="crashed", error=f"{name}: {message}"[:_LONGEST])
 
 
 def _description(name: str, target: Target, mode: Mode) -> str:
     """What a backend takes, or what was found out of a plain function."""
-    if (apart := apart_of(registry.get(name))) and apart.description:
-        return apart.description
+    if (function := subprocess_function_of(registry.get(name))) and function.description:
+        return function.description
     takes = takes_of(registry.get(name), target, mode)
     return f"It takes {', '.join(sorted(takes.features))}; in {', '.join(takes.dtypes)}."
 

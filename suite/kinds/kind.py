@@ -39,32 +39,27 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 class Kind:
     """One kind of case: everything that the grid and the reports must know about it.
 
-    ``titles`` maps each ``kind`` of its records to the title of their tables, ``phases`` those that a page shows in a
-    column, table or picture of their own to what they are about: of a call "forward", "forward and backward" or
-    "token", of a model "prefill", "decode" or "text". ``page`` names the module of ``attnsuite.reports.pages`` whose
-    page shows its records alone. ``case`` is the frozen dataclass of its
-    cases; it checks itself and raises InputError. It is None for a kind of records that no suite asks for. ``facts`` is
-    the frozen dataclass of what only its records have (``Record.facts``); a record with status ok or wrong has it. With
-    ``shares_process`` the cells of a case run one after the other in one process, since nothing of them is timed or
-    weighed; with ``cases_share_process`` so do consecutive cases. A run of kinds that need no ceilings does not measure
-    the machine's peak. The cells of a kind that ``judges_apart`` do not see what they are judged by: they give answers
-    (``cell.Prepared``), and :meth:`judge` runs in another process. A kind that ``calls_apart`` judges where its cells
-    are, and calls a function of the user in another process (``apart.py``). ``controlled`` maps a kind of its records
-    to the backend whose loss on text they give beside controls; its perplexity alone is not shown then. The methods
-    defined here suit a kind whose rows are backends and whose cells bring their own comparison.
+    The methods defined here suit a kind whose rows are backends and whose cells bring their own comparison.
     """
 
-    titles: ClassVar[Mapping[str, str]]
+    titles: ClassVar[Mapping[str, str]]  # each ``kind`` of its records, and the title of their tables
+    # The kinds of its records that a page shows in a column, table or picture of their own, and what they are about: of
+    # a call "forward", "forward and backward" or "token", of a model "prefill", "decode" or "text".
     phases: ClassVar[Mapping[str, str]] = {}
-    page: ClassVar[str] = ""
+    page: ClassVar[str] = ""  # the module of ``attnsuite.reports.pages`` whose page shows its records alone
+    # The frozen dataclass of its cases. It checks itself and raises InputError. None: no suite asks for such records.
     case: ClassVar[type[Any] | None] = None
-    facts: ClassVar[type[Any] | None] = None
-    shares_process: ClassVar[bool] = False
-    cases_share_process: ClassVar[bool] = False
-    needs_ceilings: ClassVar[bool] = True
-    judges_apart: ClassVar[bool] = False
-    rechecks_all: ClassVar[bool] = False
-    calls_apart: ClassVar[bool] = False
+    facts: ClassVar[type[Any] | None] = None  # the frozen dataclass of ``Record.facts``, where status is ok or wrong
+    shares_process: ClassVar[bool] = False  # cells of a case run in one process: nothing is timed or weighed
+    cases_share_process: ClassVar[bool] = False  # and so do consecutive cases
+    needs_ceilings: ClassVar[bool] = True  # whether a run of it measures the machine's peak
+    # Cells do not see what they are judged by: they return outputs (``cell.Prepared``), and another process judges.
+    judges_in_subprocess: ClassVar[bool] = False
+    # A user's function is called in another process (``subprocess_function.py``), and judged where the cell is.
+    calls_in_subprocess: ClassVar[bool] = False
+    rechecks_all: ClassVar[bool] = False  # :meth:`recheck` is for every row, not only for functions of the user
+    # A kind of its records, and the backend whose loss on text they give beside controls: its perplexity alone is not
+    # shown then.
     controlled: ClassVar[Mapping[str, str]] = {}
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
@@ -112,7 +107,7 @@ class Kind:
         """Judge the outputs of a cell by ``reference``, in a process that has loaded no code of the user.
 
         Here every row is judged as an ``exact`` one, by the reference of ``measure.judge.save_reference``. Raises
-        CellFailure for outputs of another name, shape or dtype. Only of a kind that ``judges_apart``.
+        CellFailure for outputs of another name, shape or dtype. Only of a kind that ``judges_in_subprocess``.
         """
         return judge_outputs(outputs, reference, case.dtype)
 

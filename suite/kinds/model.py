@@ -98,7 +98,7 @@ class Model(Kind):
     }
     phases: ClassVar = {"model_prefill": "prefill", "model_decode": "decode"}
     case: ClassVar = ModelCase
-    judges_apart: ClassVar = True
+    judges_in_subprocess: ClassVar = True
 
     def cells(self, case: ModelCase, asked: Asked) -> Iterable[Cell]:
         """A cell per backend and peer. Raises InputError for a model that is not known."""

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
-from attnsuite.backends.dealing import MeshAxes, Sharded, balanced_order
+from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
 
 from .. import typed
 from ..cell import Asked, Cell, Means, Outcome, Prepared

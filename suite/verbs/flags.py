@@ -67,8 +67,8 @@ def fleet_of(command: OnFleet) -> FleetRequest | None:
         if given:
             raise InputError(f"{', '.join(given)} is about a Ray cluster; add --executor ray.")
         return None
+    from ..flag_values import names_of
     from ..grid.fleet import FleetRequest, parse_packages
-    from ..names import names_of
 
     needed = () if command.nodes_with is None else tuple(names_of(command.nodes_with, "--nodes-with"))
     packages = {} if command.packages is None else parse_packages(command.packages)

@@ -33,7 +33,7 @@ def run(command: Harvest) -> int:
     """Print or write the suite file; exit code 1 where no call can be a case."""
     from ..files import check_file, write_text
     from ..harvest import traced
-    from ..harvested import harvested, to_toml
+    from ..harvest_suite import problems_of, to_toml
     from ..user_function import check_reference, load_module
 
     path, _, name = check_reference(command.script, _FORM).rpartition(":")
@@ -48,7 +48,7 @@ def run(command: Harvest) -> int:
         raise InputError(f"{path} has no function {name} that takes nothing; {_FORM}.")
     step, args = _step(command.script, _of_user(command.script, function))
     found = _of_user(f"the step of {command.script}", lambda: traced(step, *args))
-    rows = harvested(found)
+    rows = problems_of(found)
     if not rows:
         tell(
             f"{command.script}: no attention call was found; found are calls of this package, "

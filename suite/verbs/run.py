@@ -118,8 +118,8 @@ def _device(command: Run) -> int:
     from attnsuite import reports
 
     from ..device_run import device_run
+    from ..flag_values import names_of
     from ..grid.execute import execute
-    from ..names import names_of
     from .report import show
 
     out, limits = directory_of(command, "device"), limits_of(command.cell_timeout, command.cell_memory)
@@ -152,8 +152,8 @@ def _check_flags(command: Run) -> None:
 
 def _own_cells(command: Run) -> Grid:
     """The grid of a suite that lists its own cells. Raises InputError."""
+    from ..flag_values import names_of
     from ..host_devices import parse_mesh
-    from ..names import names_of
 
     out = directory_of(command, str(command.suite))
     if command.suite == "sharded":
@@ -223,8 +223,8 @@ def _verdicts(request: RunGrid) -> tuple[Path, ...]:
 
 
 def _request(command: Run) -> RunGrid:
+    from ..flag_values import spelled
     from ..grid.run import new_request, resumed_request
-    from ..names import spelled
     from ..suites import parse_shard
 
     shard = None if command.shard is None else parse_shard(command.shard)

@@ -73,8 +73,8 @@ def run(command: Train) -> int:
     from attnsuite.models.lora import LoraConfig
 
     from .. import train as training
+    from ..flag_values import parse_options, parts_of
     from ..host_devices import make_host_devices, parse_mesh
-    from ..names import parse_options, parts_of
 
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")

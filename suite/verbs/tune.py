@@ -42,8 +42,8 @@ def run(command: Tune) -> int:
     from attnsuite.backends import Target
 
     from .. import files
+    from ..flag_values import names_of, parse_options
     from ..imported import TOKAMAX, as_tokamax
-    from ..names import names_of, parse_options
     from ..suites import select
     from ..tuned_table import TABLE
     from ..tuning import TUNED, TuneGrid, tunable, tune

@@ -21,7 +21,7 @@ from attnsuite.backends import (
     registry,
     support,
 )
-from attnsuite.backends.dealing import divided
+from attnsuite.backends.sharding import divided
 from script import printed
 
 pytestmark = pytest.mark.newest
@@ -34,7 +34,7 @@ import jax, numpy as np
 from jax.sharding import Mesh
 from attnsuite.testing import checks, problems
 from attnsuite.backends import MeshAxes, Sharded, Target, registry
-from attnsuite.backends.dealing import divided
+from attnsuite.backends.sharding import divided
 
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 assert mesh.size == 2

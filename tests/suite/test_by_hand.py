@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from attnsuite.backends import Target, registry
-from attnsuite.suite.absent.by_hand import BY_HAND, by_hand
-from attnsuite.suite.absent.programs import AbstractProgram, op_program
+from attnsuite.suite.compile.by_hand import BY_HAND, by_hand
+from attnsuite.suite.compile.programs import AbstractProgram, op_program
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.measure import lint
 

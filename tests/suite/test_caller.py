@@ -13,7 +13,7 @@ from attnsuite.suite.cell import Asked, Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import caller, kind_of, make_case
 from attnsuite.suite.measure.fresh import Draw
-from attnsuite.suite.shown import standard_of
+from attnsuite.suite.reportable import standard_of
 
 WAYS = {
     "eager": {"operand": "causal"},

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from attnsuite.backends import oracle
-from attnsuite.suite.apart import found_out
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.grid import work
 from attnsuite.suite.grid.process import Worker
@@ -25,6 +24,7 @@ from attnsuite.suite.kinds.op_case import OpCase, spec_of
 from attnsuite.suite.measure import arrays, plausible
 from attnsuite.suite.measure.fresh import Draw, renewed
 from attnsuite.suite.record import Machine
+from attnsuite.suite.subprocess_function import found_out
 
 FILE = Path(__file__).with_name("cheats.py")
 FORWARD = '[[case]]\nkind = "op_forward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
@@ -291,7 +291,7 @@ from attnsuite.suite.kinds.conformance import CONFORMANCE, ConformanceCase, judg
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.cell import Cell
 from attnsuite.backends import Target
-type(CONFORMANCE).calls_apart = {apart}
+type(CONFORMANCE).calls_in_subprocess = {apart}
 case = ConformanceCase(name="gqa-1")
 for name in {names}:
     row = "{FILE}:" + name

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from attnsuite.backends import FEATURES, Takes, Target, registry, support
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.suite import compile_run
-from attnsuite.suite.absent import compilation as compile_cell
-from attnsuite.suite.absent import topologies
-from attnsuite.suite.absent.programs import (
+from attnsuite.suite.cell import Outcome
+from attnsuite.suite.compile import compilation as compile_cell
+from attnsuite.suite.compile import topologies
+from attnsuite.suite.compile.programs import (
     AbstractProgram,
     attention_specs,
     model_program,
@@ -23,7 +24,6 @@ from attnsuite.suite.absent.programs import (
     resolutions,
     role_program,
 )
-from attnsuite.suite.cell import Outcome
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.attention import OpCase, spec_of

@@ -10,7 +10,7 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.backends.devices import KNOWN_KINDS
-from attnsuite.suite.absent import compilation, topologies
+from attnsuite.suite.compile import compilation, topologies
 from attnsuite.suite.compile_run import SEARCH_LENGTHS
 from attnsuite.suite.kinds import make_case
 from attnsuite.suite.store import RECORDS, parse_records

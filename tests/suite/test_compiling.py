@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite.absent import launches, schedules, topologies
-from attnsuite.suite.absent.compilation import compiled
+from attnsuite.suite.compile import launches, schedules, topologies
+from attnsuite.suite.compile.compilation import compiled
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import outcome_of
 from attnsuite.suite.kinds import make_case

@@ -9,7 +9,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.splash import SPLASH
-from attnsuite.suite.absent.expected import CHIPS, expected_seconds
+from attnsuite.suite.compile.expected import CHIPS, expected_seconds
 
 SPEC = AttentionSpec(
     batch=4, query_length=4096, key_value_length=4096, num_heads=16, num_kv_heads=16, head_dim=128, dtype="bfloat16",

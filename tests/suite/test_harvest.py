@@ -23,7 +23,7 @@ from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, training_step
 from attnsuite.suite import step_time
 from attnsuite.suite.harvest import Harvest, harvest, traced
-from attnsuite.suite.harvested import UNSAID, harvested, to_toml
+from attnsuite.suite.harvest_suite import UNSAID, problems_of, to_toml
 from attnsuite.suite.suites import find_suite
 from command import code_of
 
@@ -92,7 +92,7 @@ def test_training_step_of_nnx_layers_with_remat_counts_each_layer_once():
         optimizer.update(model, gradients)
         return loss
 
-    (row,) = harvested(traced(step, model, optimizer, shaped(2, 16, 32)))
+    (row,) = problems_of(traced(step, model, optimizer, shaped(2, 16, 32)))
     assert (row.count, row.sentences) == (3, ())
     assert row.case.name == "forward-backward-s16-h2k2-d16-b2-f32"
     assert [
@@ -104,7 +104,7 @@ def test_scanned_layers_of_linen_count_as_often_as_they_run_and_mask_and_dropout
     model = LinenModel()
     params = jax.eval_shape(model.init, jax.random.key(0), shaped(2, 16, 32))
     step = jax.jit(jax.value_and_grad(lambda params, x: model.apply(params, x).sum()))
-    (row,) = harvested(traced(step, params, shaped(2, 16, 32)))
+    (row,) = problems_of(traced(step, params, shaped(2, 16, 32)))
     (place,) = row.places
     assert row.count == 4
     assert row.case.name == "forward-backward-s16-h2k2-d16-b2-full-f32"
@@ -122,7 +122,7 @@ def test_training_step_of_a_model_counts_its_layers_in_each_part_of_the_batch(re
     step = training_step(config, found, optax.sgd(0.1), remat=remat)
     params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
     state = jax.eval_shape(optax.sgd(0.1).init, params)
-    (row,) = harvested(traced(step, params, state, Batch(shaped(3, 2, 32, dtype=jnp.int32)), None))
+    (row,) = problems_of(traced(step, params, state, Batch(shaped(3, 2, 32, dtype=jnp.int32)), None))
     assert row.count == 3 * config.num_layers
     assert row.case.kind == "op_forward_backward"
     assert (row.case.batch, row.case.sequence, row.case.heads) == (2, 32, config.num_heads)
@@ -140,7 +140,7 @@ def test_jitted_layer_counts_each_time_it_is_called_and_vmap_multiplies_the_batc
         across = jax.vmap(lambda x: jax.nn.dot_product_attention(x, x[:3], x[:3]))(x)
         return across, jax.lax.fori_loop(0, 5, lambda _, x: jax.vmap(layer)(jnp.stack([x, x, x]))[0], x)
 
-    windowed, wide, across = harvested(traced(step, shaped(4, 8, 2, 16, dtype=jnp.bfloat16), 2))
+    windowed, wide, across = problems_of(traced(step, shaped(4, 8, 2, 16, dtype=jnp.bfloat16), 2))
     assert (windowed.count, windowed.case.name) == (2, "forward-s8-h2k2-d16-b4-sliding4-bf16")
     assert (wide.count, wide.case.name) == (5, "forward-s8-h2k2-d16-b12-sliding4-bf16")
     assert (across.count, across.case) == (1, None)
@@ -157,7 +157,7 @@ def test_call_through_this_package_says_decode_steps_and_what_no_case_has():
         return packed, backends.attention(q, k, k, query_positions=at, **kept)
 
     integers = (shaped(1, 8, dtype=jnp.int32), shaped(1, dtype=jnp.int32))
-    packed, decode = harvested(traced(step, shaped(1, 1, 4, 16), shaped(1, 8, 2, 16), *integers))
+    packed, decode = problems_of(traced(step, shaped(1, 1, 4, 16), shaped(1, 8, 2, 16), *integers))
     assert packed.sentences == (
         "scale = 0.5",
         "segment ids (set documents to the number of documents in a sequence)",
@@ -193,7 +193,7 @@ def test_block_computes_what_it_always_computes_and_leaves_no_marker_in_a_compil
         inside = step(x)  # compiled before, and found all the same
         assert "attention_call" in str(jax.make_jaxpr(step)(x))
     assert (inside == expected).all()
-    assert [row.count for row in harvested(found)] == [1]
+    assert [row.count for row in problems_of(found)] == [1]
     assert "attention_call" not in str(jax.make_jaxpr(step)(x))
 
 
@@ -281,7 +281,7 @@ def test_places_of_one_problem_are_told_with_their_counts():
         first = jax.nn.dot_product_attention(x, x, x)
         return jax.nn.dot_product_attention(first, x, x) + jax.nn.dot_product_attention(x, first, x)
 
-    text = to_toml(harvested(traced(step, shaped(1, 8, 2, 16))), "a step")
+    text = to_toml(problems_of(traced(step, shaped(1, 8, 2, 16))), "a step")
     assert text.count("[[case]]") == 1
     assert "# 3 calls: " in text
     assert "(jax.nn.dot_product_attention) x 1, " in text

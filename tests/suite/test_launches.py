@@ -8,8 +8,8 @@ import types
 import pytest
 
 from attnsuite.backends import kvax
-from attnsuite.suite.absent import launches, schedules
 from attnsuite.suite.cell import Outcome
+from attnsuite.suite.compile import launches, schedules
 from attnsuite.suite.record import Kernel
 
 HLO = """  %fusion.1 = bf16[8]{0} fusion(%p), calls=%fused

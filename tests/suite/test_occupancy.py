@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnsuite.suite.absent.occupancy import Occupancy, occupancy
+from attnsuite.suite.compile.occupancy import Occupancy, occupancy
 from attnsuite.suite.record import Kernel
 
 # target, registers of a thread, warps and shared bytes of a block -> blocks of a core, and what allows no more: answers

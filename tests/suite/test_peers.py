@@ -18,7 +18,7 @@ from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import judge
 from attnsuite.suite.measure.program import named_outputs
 from attnsuite.suite.peers import PEERS, mkl
-from attnsuite.suite.shown import shows_speed
+from attnsuite.suite.reportable import shows_speed
 from command import WorkerHere
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").

@@ -10,13 +10,13 @@ import pytest
 from attnsuite.backends.resolve import PRIORITY
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save, write_random
 from attnsuite.models.weights import load, shipped
-from attnsuite.suite import streamed
+from attnsuite.suite import perplexity as perplexity_run
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.flag_values import parse_options
 from attnsuite.suite.kinds import model_program, quality
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.retrieval import RetrievalCase
 from attnsuite.suite.kinds.text import TextCase
-from attnsuite.suite.names import parse_options
 from attnsuite.suite.store import parse_records
 from command import code_of
 
@@ -196,7 +196,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
 
 
 def test_a_directory_that_cannot_be_written_is_found_out_before_the_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(streamed, "streamed_nats", lambda *_, **__: pytest.fail("the model ran"))
+    monkeypatch.setattr(perplexity_run, "streamed_nats", lambda *_, **__: pytest.fail("the model ran"))
     (tmp_path / "file").write_text("")
     code, said, _ = perplexity(capsys, tmp_path / "file" / "run", "--model", "text")
     assert code == 2

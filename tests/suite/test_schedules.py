@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from attnsuite.suite.absent import schedules
 from attnsuite.suite.cell import Outcome
+from attnsuite.suite.compile import schedules
 from attnsuite.suite.record import Schedule
 
 # Seven bundles, of which the middle four are in the loop over the grid; one of these is empty.

@@ -99,7 +99,7 @@ def test_two_processes_give_what_one_device_gives():
 BROKEN = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
-from attnsuite.backends import dealing, ring
+from attnsuite.backends import sharding, ring
 from attnsuite.suite.cell import Means
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.kinds import make_case
@@ -147,8 +147,8 @@ from attnsuite.models.sharding import shard_parameters
 model = models.Transformer(models.ModelConfig.from_preset("tiny"))
 tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 64)), jnp.int32)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "context", "model"))
-axes = dealing.MeshAxes("data", "model", "context", "ring")
-backend = dealing.Sharded(backends.get("chunked"), mesh, axes)
+axes = sharding.MeshAxes("data", "model", "context", "ring")
+backend = sharding.Sharded(backends.get("chunked"), mesh, axes)
 backends.register(backend)
 expected = model(tokens, backend="chunked")
 dealt = models.Transformer(model.config, shard_parameters(model.arrays(), mesh, heads="model", rest="data"))

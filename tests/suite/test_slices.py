@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite.absent import compilation as compile_cell
-from attnsuite.suite.absent import slices, topologies
+from attnsuite.suite.compile import compilation as compile_cell
+from attnsuite.suite.compile import slices, topologies
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.kinds.model import ModelCase
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnsuite.suite import compile_run, files
-from attnsuite.suite.absent.compilation import NO_COMPILER
+from attnsuite.suite.compile.compilation import NO_COMPILER
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import execute
 from attnsuite.suite.store import RunStore

@@ -13,7 +13,7 @@ from attnsuite.backends.kascade.settings import share_of_tiles
 from ... import typed
 from ...cell import Case
 from ...errors import InputError
-from ...names import is_whole, names_of, parts_of, spelled
+from ...flag_values import is_whole, names_of, parts_of, spelled
 from .selection import SelectionCase
 from .stack import StackCase
 

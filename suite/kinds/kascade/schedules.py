@@ -15,7 +15,7 @@ from attnsuite.backends.kascade import (
 )
 
 from ...errors import InputError
-from ...names import is_whole, parts_of
+from ...flag_values import is_whole, parts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from attnsuite.backends.kascade import GREEDY_RULES
 
 from ...cell import Asked, Cell, Means, Outcome, Prepared
 from ...errors import CellFailure, InputError
-from ...names import is_whole, parts_of
+from ...flag_values import is_whole, parts_of
 from ...typed import Count, Seed
 from ..kind import Kernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
 from .methods import FINE_TUNED, METHODS, rows_of, settings_of

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from attnsuite.backends import Takes, Target, attention, from_function, registry
-from attnsuite.suite.elsewhere import elsewhere_of
+from attnsuite.suite.subprocess_results import results_in_subprocess
 from attnsuite.suite.user_function import register_functions
 from attnsuite.testing import Conformance, verdicts
 
@@ -66,6 +66,6 @@ def test_the_number_of_cores_changes_no_bit_with_the_option(tmp_path):
     row = f"{tmp_path / 'mine.py'}:mine"
     register_functions([row])
     subject = verdicts.Subject(registry.get(row), Target.here(), seed=7)
-    found = verdicts.ask("deterministic", subject, elsewhere_of(row, subject))
+    found = verdicts.ask("deterministic", subject, results_in_subprocess(row, subject))
     assert found.answer == "yes", found
     assert "one processor core" in found.said

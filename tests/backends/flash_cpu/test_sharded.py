@@ -13,7 +13,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh
 from attnsuite.backends import Target, get, make_spec, masks, plan
-from attnsuite.backends.dealing import MeshAxes, Sharded
+from attnsuite.backends.sharding import MeshAxes, Sharded
 
 OPTIONS = {
     "causal": {"is_causal": True},

@@ -11,7 +11,7 @@ from importlib import util
 
 import pytest
 
-from attnsuite.suite.absent import topologies
+from attnsuite.suite.compile import topologies
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
@@ -31,9 +31,9 @@ from attnsuite.backends import AttentionSpec, Layout, Target
 from attnsuite.backends.kascade import Settings, Tiling, Places
 from attnsuite.backends.kascade.backend import kernels_of
 from attnsuite.backends.kascade import block_sizes
-from attnsuite.suite.absent import topologies
-from attnsuite.suite.absent.programs import AbstractProgram
-from attnsuite.suite.absent.compilation import compile_program, rejected
+from attnsuite.suite.compile import topologies
+from attnsuite.suite.compile.programs import AbstractProgram
+from attnsuite.suite.compile.compilation import compile_program, rejected
 
 target = Target.named(sys.argv[1])
 

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from .batch_invariant import batch_invariant
-from .deterministic import Elsewhere, deterministic, results
+from .deterministic import InSubprocess, deterministic, results
 from .finding import Answer, Finding
 from .isolates import isolates
 from .subject import Arrays, Subject
 from .symmetric import symmetric
 
-__all__ = ["VERDICTS", "Answer", "Arrays", "Elsewhere", "Finding", "Subject", "Verdict", "ask", "results"]
+__all__ = ["VERDICTS", "Answer", "Arrays", "Finding", "InSubprocess", "Subject", "Verdict", "ask", "results"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ VERDICTS: Mapping[str, Verdict] = {
 }
 
 
-def ask(name: str, subject: Subject, elsewhere: Elsewhere | None = None) -> Finding:
+def ask(name: str, subject: Subject, elsewhere: InSubprocess | None = None) -> Finding:
     """The finding of the named verdict. What the backend raises is raised."""
     if (spec := subject.spec()) is not None and (misshapen := subject.fault(spec)):
         return Finding("not applicable", misshapen)

@@ -11,10 +11,10 @@ from .subject import Arrays, Subject, difference
 
 RUNS = 5
 # Results of :func:`results` by label, computed in another process; the argument is its number of threads.
-Elsewhere = Callable[[int | None], Mapping[str, Arrays]]
+InSubprocess = Callable[[int | None], Mapping[str, Arrays]]
 
 
-def deterministic(subject: Subject, elsewhere: Elsewhere | None = None) -> Finding:
+def deterministic(subject: Subject, elsewhere: InSubprocess | None = None) -> Finding:
     """Compare runs of a training step, of a forward pass alone, and of a decode step.
 
     ``elsewhere`` is None where no second process can have the device.
@@ -35,7 +35,7 @@ def _problems(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:
             yield f"{step}, {dtype}", spec
 
 
-def _trials(found: Mapping[str, list[Arrays]], elsewhere: Elsewhere | None) -> Iterator[Trial]:
+def _trials(found: Mapping[str, list[Arrays]], elsewhere: InSubprocess | None) -> Iterator[Trial]:
     for label, runs in found.items():
         step, _, dtype = label.rpartition(", ")
         broken = next(filter(None, (difference(runs[0], again) for again in runs[1:])), "")

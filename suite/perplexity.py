@@ -25,6 +25,7 @@ from attnsuite.models.planning import Resolutions, freeze_options, resolve_atten
 
 from .cell import Cell, Outcome
 from .errors import InputError
+from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
 from .kinds.model_program import kept_of
@@ -32,7 +33,6 @@ from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
-from .names import spelled
 from .record import Record
 from .statistics import paired_difference
 from .store import RECORDS, RunStore

@@ -30,7 +30,7 @@ _SCORES = {"leaning": leaning}
 _INPUTS = ("query", "key", "value")
 
 
-class ApartError(Exception):
+class SubprocessFunctionError(Exception):
     """What the function raised in its process, as ``Type: message``."""
 
 
@@ -44,7 +44,7 @@ class Process:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Apart:
+class SubprocessFunction:
     """The function ``reference`` in its ``process``; ``start`` makes a process of so many threads (None: all).
 
     ``description`` is what was found out of a plain function; empty where it declared what it takes.
@@ -71,7 +71,7 @@ class Apart:
         call.defvjp(lambda given: (call(given), given), pulled)
         return call(given)
 
-    def anew(self, threads: int | None) -> Apart:
+    def anew(self, threads: int | None) -> SubprocessFunction:
         """The function in a new process, with that number of threads."""
         return dataclasses.replace(self, process=self.start(threads))
 
@@ -98,24 +98,24 @@ class Apart:
         try:
             return self.process.ask(function, *arguments)
         except CellFailure as failure:
-            raise ApartError(failure.message) from failure
+            raise SubprocessFunctionError(failure.message) from failure
 
 
-def register_apart(reference: str, start: Callable[[int | None], Process]) -> None:
+def register_in_subprocess(reference: str, start: Callable[[int | None], Process]) -> None:
     """Register the function under its name, in a process that ``start`` makes. Raises InputError."""
     if reference in registry.names():
         return
     process = start(None)
     found = msgspec.convert(process.ask(found_out, reference), _Found)
     takes = Takes(features=frozenset(found.features), dtypes=found.dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
-    function = Apart(reference, process, found.description, start)
+    function = SubprocessFunction(reference, process, found.description, start)
     registry.register(from_function(function, takes=takes, name=reference, exact=found.exact))
 
 
-def apart_of(backend: Any) -> Apart | None:
+def subprocess_function_of(backend: Any) -> SubprocessFunction | None:
     """The function in its process; None for a backend of this process."""
     function = backend.function if isinstance(backend, FunctionBackend) else None
-    return function if isinstance(function, Apart) else None
+    return function if isinstance(function, SubprocessFunction) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,13 +185,13 @@ def _made(found: Mapping[str, Any]) -> Any:
 
 
 def _words(name: str, setting: Any) -> Any:
-    """A setting as JSON. Raises ApartError for a function that another process cannot be told."""
+    """A setting as JSON. Raises SubprocessFunctionError for a function that another process cannot be told."""
     if name == "mask_function" and (words := masks.words_of(setting)):
         return words
     if name == "score_function" and setting in _SCORES.values():
         return next(word for word, function in _SCORES.items() if function is setting)
     if callable(setting):
-        raise ApartError(f"ValueError: {name}={setting!r} cannot be told to another process.")
+        raise SubprocessFunctionError(f"ValueError: {name}={setting!r} cannot be told to another process.")
     return setting
 
 

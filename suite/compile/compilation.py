@@ -23,7 +23,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from attnsuite.backends import AttentionSpec, Backend, Target, registry, support
 from attnsuite.backends.contract import BackendWithRoles
-from attnsuite.backends.dealing import Sharded
+from attnsuite.backends.sharding import Sharded
 from attnsuite.backends.tunable import CompilesKernels, KernelBuild
 
 from ..cell import Case, Outcome

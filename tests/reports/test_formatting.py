@@ -1,6 +1,6 @@
 import pytest
 
-from attnsuite.reports import cases, words
+from attnsuite.reports import cases, formatting
 from attnsuite.suite import statistics
 from attnsuite.suite.statistics import Interval
 
@@ -16,14 +16,14 @@ def test_decode_has_one_query():
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(0.0, "0"), (999.6, "1000"), (1234567.0, "1230000"), (0.00012345, "0.000123"), (1e-7, "1.00e-07"),
-     (-2.0, "-2.00"), (float("inf"), words.DASH), (None, words.DASH), (12, "12"), (True, "yes")],
+     (-2.0, "-2.00"), (float("inf"), formatting.DASH), (None, formatting.DASH), (12, "12"), (True, "yes")],
 )  # fmt: skip
 def test_numbers_have_three_significant_digits(value, shown):
-    assert words.show(value) == shown
+    assert formatting.show(value) == shown
 
 
 def test_interval_that_excludes_one_does_not_show_one():
-    assert words.bounds(Interval(1.002, 1.0012, 1.003, 20)) == "[1.001, 1.003]"
+    assert formatting.bounds(Interval(1.002, 1.0012, 1.003, 20)) == "[1.001, 1.003]"
 
 
 def test_intervals_are_the_same_each_time():

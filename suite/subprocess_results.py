@@ -1,7 +1,7 @@
 """The results of a backend in another process, for the verdict ``deterministic``.
 
-``python -m attnsuite.suite.elsewhere ROW MODE SEED FILE`` is that process. It computes what the verdict compares, and
-writes it to the file.
+``python -m attnsuite.suite.subprocess_results ROW MODE SEED FILE`` is that process. It computes what the
+verdict compares, and writes it to the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attnsuite.backends import Target, registry
 from attnsuite.backends.features import Mode
-from attnsuite.testing.verdicts import Arrays, Elsewhere, Subject, results
+from attnsuite.testing.verdicts import Arrays, InSubprocess, Subject, results
 
 from .measure import arrays, placement
 from .user_function import register_functions
@@ -22,7 +22,7 @@ from .user_function import register_functions
 _LAST = 300  # characters of what a process that failed wrote last
 
 
-def elsewhere_of(row: str, subject: Subject) -> Elsewhere | None:
+def results_in_subprocess(row: str, subject: Subject) -> InSubprocess | None:
     """How to compute in another process; None on a device that one process holds alone."""
     return (lambda threads: _computed(row, subject, threads)) if subject.target.platform == "cpu" else None
 

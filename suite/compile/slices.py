@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import Backend, Target
-from attnsuite.backends.dealing import MeshAxes, Sharded
+from attnsuite.backends.sharding import MeshAxes, Sharded
 from attnsuite.models.sharding import shardings
 
 from ..kinds.attention import OpCase

@@ -31,7 +31,7 @@ _ALWAYS = ("kind", "sequence", "heads", "kv_heads", "head_dim", "dtype")  # said
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Harvested:
+class Problem:
     """Calls of one problem: the case (None: no case can say it), places and functions with counts, and sentences.
 
     The sentences say what the calls ask for beside the case, or why there is none.
@@ -47,7 +47,7 @@ class Harvested:
         return sum(self.places.values())
 
 
-def harvested(found: Harvest) -> tuple[Harvested, ...]:
+def problems_of(found: Harvest) -> tuple[Problem, ...]:
     """The calls of a harvest by problem, in the order in which each was first made; problems without a case last."""
     groups: dict[Any, tuple[OpCase | None, Counter[str], dict[str, None]]] = {}
     for mark, times in sorted(found.found().items(), key=lambda item: item[0].index):
@@ -56,14 +56,14 @@ def harvested(found: Harvest) -> tuple[Harvested, ...]:
         _, places, said = groups.setdefault(case or sentences, (case, Counter(), {}))
         places[f"{call.place} ({call.function})"] += times
         said |= dict.fromkeys(sentences)
-    rows = [Harvested(case, dict(places), tuple(said)) for case, places, said in groups.values()]
+    rows = [Problem(case, dict(places), tuple(said)) for case, places, said in groups.values()]
     return tuple(sorted(rows, key=lambda row: row.case is None))
 
 
-def to_toml(rows: tuple[Harvested, ...], origin: str) -> str:
+def to_toml(rows: tuple[Problem, ...], origin: str) -> str:
     """A suite file with a case for each row that has one; the other rows are comments.
 
-    >>> row = Harvested(OpCase(kind="op_forward", sequence=512), {"train.py:7 (attnsuite)": 12}, ())
+    >>> row = Problem(OpCase(kind="op_forward", sequence=512), {"train.py:7 (attnsuite)": 12}, ())
     >>> print(to_toml((row,), "train.py:fn"))
     # The attention calls of train.py:fn: 12 calls, 1 problem.
     <BLANKLINE>
