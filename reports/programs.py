@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.record import ProgramText, Record
 
 from .cells import Cell, Group, cells_of
@@ -42,7 +43,7 @@ def programs(groups: Sequence[Group], *, targets: bool = False) -> Table | None:
 
 
 def _is_read(record: Record) -> bool:
-    return record.kind.startswith("op_") and (record.program is not None or record.repeats is not None)
+    return kind_of(record.kind).is_call and (record.program is not None or record.repeats is not None)
 
 
 def _read(cell: Cell) -> ProgramText:

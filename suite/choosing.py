@@ -19,9 +19,7 @@ from attnsuite.backends.policy import PolicyCase, PolicyFile, PolicyRun, decide,
 from attnsuite.backends.resolve import PRIORITY
 
 from .errors import InputError
-from .kinds import make_case
-from .kinds.attention import OpCase, spec_of
-from .kinds.model import ModelCase
+from .kinds import kind_of, make_case
 from .peers import PEERS
 from .record import Record
 from .reportable import STANDARD, program_bytes, ratio_of, shows_speed, times_of
@@ -88,10 +86,11 @@ def measured(directory: Path) -> list[Measured]:
             sessions.setdefault(key, {})[record.requested] = record
     found: dict[str, Measured] = {}
     for (case, _), cells in sessions.items():
-        spec = _spec(next(iter(cells.values())))
+        record = next(iter(cells.values()))
+        spec = kind_of(record.kind).spec(make_case(record.problem))
         if spec is not None and (case not in found or len(cells) >= len(found[case].cells)):
             found[case] = Measured(case, spec, cells)
-    return sorted(found.values(), key=lambda each: _is_call(next(iter(each.cells.values()))))
+    return sorted(found.values(), key=lambda each: kind_of(next(iter(each.cells.values())).kind).is_call)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,40 +170,6 @@ def _counts(record: Record) -> bool:
         and not is_reference(record.requested)
         and record.devices == 1
         and shows_speed(record)
-    )
-
-
-def _is_call(record: Record) -> bool:
-    return record.kind.startswith("op_")
-
-
-def _spec(record: Record) -> AttentionSpec | None:
-    """The attention of a record's case; None where it has no attention, or of several types."""
-    case = make_case(record.problem)
-    if isinstance(case, OpCase):
-        return spec_of(case)
-    return _spec_of_model(case) if isinstance(case, ModelCase) else None
-
-
-def _spec_of_model(case: ModelCase) -> AttentionSpec | None:
-    # These import flax, which attention calls do not need.
-    from attnsuite.models.cache import default_dtype  # noqa: PLC0415
-    from attnsuite.models.planning import attention_spec  # noqa: PLC0415
-
-    from .kinds.model_program import model_config  # noqa: PLC0415
-
-    config = model_config(case)
-    if len(config.attention_types) != 1:
-        return None
-    decoding = case.kind == "model_decode"
-    return attention_spec(
-        config,
-        config.attention_types[0],
-        batch=case.batch,
-        query_length=1 if decoding else case.sequence,
-        key_value_length=case.sequence + case.new_tokens if decoding else None,
-        dtype=default_dtype(config) if decoding else None,
-        needs_grad=case.kind == "model_train",
     )
 
 

@@ -25,42 +25,16 @@ from .flag_values import is_whole, names_of
 from .grid.run import RunGrid
 from .grid.running import Limits
 from .kinds.attention import OpCase, spec_of
-from .kinds.model import ModelCase
+from .kinds.model import PHASES, ModelCase
 from .measure.environment import versions
 from .named_model import absolute
 from .record import Record
 from .store import RECORDS
-from .suites import Suite, find_suite, select
+from .suites import find_suite, select, shipped
 from .user_function import known_row
 
-# Problems of a present transformer: grouped queries, head dim 128, bfloat16, from short to very long.
-COMPILE = Suite(
-    "compile",
-    (
-        OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="bfloat16"),
-        OpCase(kind="op_forward_backward", sequence=4096, heads=32, head_dim=128, dtype="float32"),
-        OpCase(kind="op_forward_backward", sequence=8192, heads=32, head_dim=128, dtype="bfloat16", documents=8),
-        OpCase(kind="op_forward", sequence=16384, heads=32, head_dim=128, dtype="bfloat16", window_size=1024),
-        *(
-            OpCase(kind="op_forward", sequence=sequence, heads=32, head_dim=128, dtype="bfloat16")
-            for sequence in (8192, 32768, 131072)
-        ),
-        OpCase(kind="op_forward", sequence=1000, heads=32, head_dim=256, dtype="bfloat16", causal=False),
-        OpCase(  # the cache of models.KVCache, under the name that its pages have
-            kind="op_decode",
-            name="decode-s32768-h32k8-d128-b8-bf16",
-            sequence=32768,
-            heads=32,
-            head_dim=128,
-            dtype="bfloat16",
-            batch=8,
-            kv_layout="HND",
-        ),
-    ),
-)
-
+_SUITE = "compile"
 COMPILED_KERNELS = ("xla", "pallas")  # native kernels are for the processor at hand
-_PHASES: dict[str, Any] = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _DEFAULT_LENGTH = "2048"
 _BATCH = "batch"  # the word of --longest that asks for the largest batch
 VERDICT_TARGET = "h100"
@@ -101,7 +75,7 @@ def default_cache() -> Path:
 def _ops(flags: Any) -> tuple[OpCase | ModelCase, ...]:
     if flags.cases is None and flags.suite is None and flags.model is not None:
         return ()
-    found = COMPILE if flags.suite in (None, COMPILE.name) else find_suite(flags.suite)
+    found = shipped(_SUITE) if flags.suite in (None, _SUITE) else find_suite(flags.suite)
     chosen = found.cases if flags.cases is None else select(found.cases, names_of(flags.cases, "--cases"))
     kept = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
     if not kept:
@@ -125,7 +99,7 @@ def _cells(flags: Any) -> tuple[ModelCase, ...]:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} is about models; add --model, such as --model llama-3.2-1b.")
         return ()
-    phases = names_of(flags.phases or ",".join(_PHASES), "--phases")
+    phases = names_of(flags.phases or ",".join(PHASES), "--phases")
     lengths = [_length(text) for text in names_of(flags.seq_lens or _DEFAULT_LENGTH, "--seq-lens")]
     return tuple(
         dataclasses.replace(base, sequence=length, name="") for base in _bases(phases, flags) for length in lengths
@@ -141,11 +115,11 @@ def _searches(flags: Any, cells: tuple[ModelCase, ...]) -> tuple[tuple[ModelCase
 
 def _bases(phases: Sequence[str], flags: Any) -> tuple[ModelCase, ...]:
     for name in phases:
-        if name not in _PHASES:
-            raise InputError(f"phase {name!r} is not known; use {', '.join(_PHASES)}.")
+        if name not in PHASES:
+            raise InputError(f"phase {name!r} is not known; use {', '.join(PHASES)}.")
     models = [name if name in PRESETS else absolute(name) for name in names_of(flags.model, "--model")]
     bases = [
-        ModelCase(kind=_PHASES[phase], model=model, batch=flags.batch, dtype=flags.dtype, new_tokens=1)
+        ModelCase(kind=PHASES[phase], model=model, batch=flags.batch, dtype=flags.dtype, new_tokens=1)
         for model in models
         for phase in phases
     ]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from attnsuite.backends import oracle
 
+from .kinds import kind_of
 from .measure import plausible
 from .record import Record, TensorError
 from .reportable import shows_speed, times_of
@@ -39,7 +40,7 @@ def _judged(record: Record) -> Iterator[str]:
         within = error.max_error is not None and error.max_error <= error.allowed
         if error.passed and not within:
             yield f"{name} passed with an error outside its bound"
-        if record.kind.startswith("op_") and not _follows(record, name, error):
+        if kind_of(record.kind).is_call and not _follows(record, name, error):
             yield f"the bound of {name} does not follow from the standard backend's error"
     if record.exact and record.accuracy:
         right = all(error.passed for error in record.accuracy.values())

@@ -16,6 +16,7 @@ from .errors import InputError
 from .grid.run import RunGrid, check_idle, new_request, resumed_request
 from .grid.running import Limits
 from .judgement import new_judgement, resumed_judgement
+from .kinds import kind_of
 from .measure.accelerator import used_by_others
 from .store import CONFORMANCE, MANIFEST
 from .suites import DEVICE
@@ -43,7 +44,7 @@ class DeviceRun:
         yield f"device:  {self.target}; backends: {', '.join(self.suite.backends)}"
         yield f"1. the contract: {len(self.judgement.cases)} problems on each backend"
         for number, title in enumerate(("attention calls and decode steps", "models, text"), start=2):
-            own = [case for case in cases if case.kind.startswith("op_") == (number == 2)]
+            own = [case for case in cases if kind_of(case.kind).is_call == (number == 2)]
             yield f"{number}. {title}: {len(own)} cases: {', '.join(case.name for case in own)}"
         yield "It can be stopped at any moment: what is finished is kept, and --resume goes on."
 

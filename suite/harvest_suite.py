@@ -8,12 +8,12 @@ import re
 from collections import Counter
 from typing import Any
 
-from attnsuite.backends import AttentionSpec, masks
+from attnsuite.backends import AttentionSpec
 from attnsuite.backends.operands import OPERANDS
 
 from .errors import InputError
 from .harvest import Call, Harvest, Mark
-from .kinds.attention import OpCase, spec_of
+from .kinds.op_case import OpCase, nearest_case, plain_spec, spec_of
 
 # How a spec's field is told that no case has, or that has to be set by hand.
 UNSAID = {
@@ -95,7 +95,7 @@ def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
     """The case nearest to a call and what it does not say, or None and the reasons."""
     if call.spec is None:
         return None, call.unsaid
-    spec = _plain(dataclasses.replace(call.spec, batch=call.spec.batch * mark.batch))
+    spec = plain_spec(dataclasses.replace(call.spec, batch=call.spec.batch * mark.batch))
     decode = spec.query_length == 1 < spec.key_value_length
     if spec.query_length != spec.key_value_length and not decode:
         numbers = f"{spec.query_length} queries and {spec.key_value_length} keys"
@@ -103,7 +103,7 @@ def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
     if decode and spec.is_causal and not spec.has_positions:
         return None, ("one query that is causal without a position: it sees the first key alone.",)
     try:
-        case = _nearest(spec, decode=decode, differentiated=mark.differentiated)
+        case = nearest_case(spec, decode=decode, needs_grad=mark.differentiated)
         said = spec_of(case)
     except (InputError, ValueError) as error:
         return None, (str(error),)
@@ -115,37 +115,6 @@ def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
     if decode and mark.differentiated:
         sentences.append("gradients of one query")
     return case, (*sentences, *call.unsaid)
-
-
-def _plain(spec: AttentionSpec) -> AttentionSpec:
-    """The same problem in the words of a case: a window that ends at the query's own key is causal."""
-    window = spec.window
-    if window is not None and (spec.is_causal or window[1] == 0):
-        spec = dataclasses.replace(spec, is_causal=True, local_window_size=(window[0], 0))
-    return dataclasses.replace(spec, scale=None) if spec.softmax_scale == spec.head_dim**-0.5 else spec
-
-
-def _nearest(spec: AttentionSpec, *, decode: bool, differentiated: bool) -> OpCase:
-    """The case that says as much of the spec as a case can."""
-    window = spec.window
-    if window is not None and not spec.is_causal and window[0] != window[1]:
-        window = None  # which the caller sees, and says
-    return OpCase(
-        kind="op_decode" if decode else "op_forward_backward" if differentiated else "op_forward",
-        sequence=spec.key_value_length,
-        batch=spec.batch,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        value_head_dim=None if spec.value_head_dim == spec.head_dim else spec.value_head_dim,
-        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]  (the case checks it)
-        causal=spec.is_causal,
-        window_size=None if window is None else window[0] + 1,
-        chunk_size=spec.chunk_size,
-        mask=masks.words_of(spec.mask_function) or "",
-        soft_cap=spec.logits_soft_cap,
-        kv_layout=spec.kv_layout,  # pyright: ignore[reportArgumentType]  (the case checks it)
-    )
 
 
 def _sentence(name: str, value: Any, spec: AttentionSpec) -> str:

@@ -47,24 +47,12 @@ from .measure import judge, speed
 from .measure.program import named_outputs
 from .record import Environment, Record
 from .store import Manifest
+from .suites import shipped
 from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, case_of, table
 from .typed import Scalar
 
 SUITE, KEPT = "tune", 4
-
-
-TUNED = tuple(
-    OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, dtype=dtype)
-    for kind in ("op_forward", "op_forward_backward")
-    for dtype in ("float32", "bfloat16")
-    for kv_heads in (8, 2)
-    for sequence in (512, 1024, 2048, 4096)
-) + tuple(
-    OpCase(kind=kind, sequence=sequence, kv_heads=kv_heads, head_dim=128, dtype="bfloat16")
-    for kind in ("op_forward", "op_forward_backward")
-    for kv_heads in (8, 2)
-    for sequence in (1024, 4096)
-)  # fmt: skip
+TUNED: tuple[Any, ...] = shipped(SUITE).cases
 
 
 def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, ...]:

@@ -68,14 +68,16 @@ class Shown:
     @property
     def ops(self) -> list[Record]:
         """Attention calls, of backends that take one of the page's cases."""
-        return [record for record in self.records if record.kind.startswith("op_") and record.requested in self._taking]
+        return self._of(calls=True)
 
     @property
     def models(self) -> list[Record]:
         """Whole models, of the same backends."""
-        return [
-            record for record in self.records if record.kind.startswith("model_") and record.requested in self._taking
-        ]
+        return self._of(calls=False)
+
+    def _of(self, *, calls: bool) -> list[Record]:
+        found = [record for record in self.records if kinds.kind_of(record.kind).is_call == calls]
+        return [record for record in found if record.requested in self._taking]
 
     @property
     def _taking(self) -> set[str]:

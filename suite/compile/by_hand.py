@@ -32,7 +32,7 @@ def by_hand(case: OpCase, backend: str, target: Target) -> AbstractProgram | Non
     """
     spec = spec_of(case)
     make = BY_HAND.get(backend)
-    plain = case.documents == 1 and case.kind != "op_decode" and case.kv_layout == "NHD"
+    plain = case.documents == 1 and not case.is_decode and case.kv_layout == "NHD"
     attend = make(spec, target) if make is not None and plain else None
     if attend is None:
         return None

@@ -102,7 +102,7 @@ def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:
 
 
 def _layout(case: OpCase) -> Layout:
-    if case.kind == "op_decode":
+    if case.is_decode:
         return Layout(query_positions=_integers(case.batch, 1)) if case.causal else Layout()
     if case.documents == 1:
         return Layout()
@@ -131,12 +131,12 @@ def resolutions(case: ModelCase, backend: str, target: Target) -> Resolutions:
 
 
 def _asked(case: ModelCase) -> dict[str, Any]:
-    decoding = case.kind == "model_decode"
+    decoding = case.is_decode
     return {
         "batch": case.batch,
         "query_length": 1 if decoding else case.sequence,
         "key_value_length": case.sequence if decoding else None,
-        "needs_grad": case.kind == "model_train",
+        "needs_grad": case.needs_grad,
     }
 
 
@@ -144,11 +144,11 @@ def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
     """A prefill of ``sequence`` tokens, one decode step behind as many cached tokens, or one AdamW step on as many."""
     config = model_config(case)
     params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
-    if case.kind == "model_train":
+    if case.needs_grad:
         step, start = train_step(config, found)
         state = jax.eval_shape(start, params)
         return AbstractProgram(step, (params, state, _integers(case.batch, case.sequence)), donated=(0, 1))
-    decoding = case.kind == "model_decode"
+    decoding = case.is_decode
 
     def decode(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
         return forward_cached(config, params, tokens, keys, values, end - 1, end, resolutions=found, last_only=True)

@@ -81,7 +81,7 @@ def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> A
     first, *others = program.arguments
     if isinstance(case, ModelCase):
         first = _parameters(first, dealt)
-        state = [_parameters(others.pop(0), dealt)] if case.kind == "model_train" else []
+        state = [_parameters(others.pop(0), dealt)] if case.needs_grad else []
         return dataclasses.replace(program, arguments=(first, *state, *(_data(x, dealt) for x in others)))
     first = jax.tree.map(lambda x: _at(x, dealt, PartitionSpec()), first)
     arrays = PartitionSpec(dealt.axes.data, dealt.axes.context, "heads")

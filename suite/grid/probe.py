@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnsuite.backends import Target, registry, support
+from attnsuite.backends import AttentionSpec, Target, registry, support
 
 from .. import kinds, user_function
 from ..cell import Asked, Case, Cell
 from ..errors import InputError
-from ..kinds.attention import OpCase, spec_of
 from ..measure import environment
 from .executors import is_measured
 
@@ -43,11 +43,15 @@ def _check_own(reference: str, cells: Sequence[Cell]) -> None:
 
 
 # The problems of a transformer, for which doctor asks every backend.
-_DOCTOR_CASES = {
-    "forward": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16"),
-    "forward+backward": OpCase(kind="op_forward_backward", sequence=1024, kv_heads=2, dtype="bfloat16"),
-    "packed documents": OpCase(kind="op_forward", sequence=1024, kv_heads=2, dtype="bfloat16", documents=4),
-    "decode step": OpCase(kind="op_decode", sequence=1024, kv_heads=2, head_dim=128, dtype="bfloat16"),
+_CALL = AttentionSpec(
+    batch=1, query_length=1024, key_value_length=1024, num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16",
+    is_causal=True, needs_grad=False,
+)  # fmt: skip
+_DOCTOR_PROBLEMS = {
+    "forward": _CALL,
+    "forward+backward": dataclasses.replace(_CALL, needs_grad=True),
+    "packed documents": dataclasses.replace(_CALL, has_segment_ids=True),
+    "decode step": dataclasses.replace(_CALL, query_length=1, head_dim=128, value_head_dim=128, has_positions=True),
 }
 
 # A device of each platform: doctor groups the backends by those that they are for.
@@ -64,15 +68,15 @@ def examine() -> dict[str, Any]:
     for name in registry.names():
         backend = registry.get(name)
         problems = {}
-        for label, case in _DOCTOR_CASES.items():
-            answers = {mode: support(backend, spec_of(case), target, mode) for mode in ("native", "interpret")}
+        for label, spec in _DOCTOR_PROBLEMS.items():
+            answers = {mode: support(backend, spec, target, mode) for mode in ("native", "interpret")}
             mode = next((mode for mode, answer in answers.items() if answer), None)
             # What stands against the interpreter beside these: a package that is missing or broken.
             said = dict.fromkeys(answers["native"].reasons)
             if mode is None:
                 said |= dict.fromkeys(x for x in answers["interpret"].reasons if not x.startswith("mode="))
             problems[label] = {"mode": mode, "reasons": list(said)}
-        specs = [spec_of(case) for case in _DOCTOR_CASES.values()]
+        specs = _DOCTOR_PROBLEMS.values()
         devices = [
             label for label, device in _DOCTOR_DEVICES.items() if any(support(backend, spec, device) for spec in specs)
         ]

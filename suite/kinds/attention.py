@@ -162,6 +162,8 @@ class Attention(Kind):
     }
     phases: ClassVar = {"op_forward": "forward", "op_forward_backward": "forward and backward", "op_decode": "token"}
     case: ClassVar = OpCase
+    is_call: ClassVar = True
+    peers: ClassVar = ("jax_nn", "tokamax", "torch", "torch_unthrottled")
     judges_in_subprocess: ClassVar = True
     rechecks_all: ClassVar = True
 
@@ -178,7 +180,11 @@ class Attention(Kind):
         if asked.all_cores and target.platform == "cpu" and cores > 1 and divided(spec, cores) is not None:
             shared = [each for each in found if each.mode == "native" and each.exact and each.row != _BASELINE]
             found += [dataclasses.replace(each, devices=cores) for each in shared]
-        return [*found, *of_peers(case, asked)]
+        return [*found, *of_peers(case, asked, self.peers)]
+
+    def spec(self, case: OpCase) -> AttentionSpec:
+        """The problem of the call."""
+        return spec_of(case)
 
     def judged_by(self, case: OpCase, mode: str | None) -> tuple[OpCase, ...]:
         """The case at a length that the oracle takes. A forward pass may share the reference of the backward pass."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from attnsuite.backends import BackendUnavailableError, Resolution, Target, registry
+from attnsuite.backends import AttentionSpec, BackendUnavailableError, Resolution, Target, registry
 
 from .. import peers, typed
 from ..cell import Asked, Case, Cell, Means, Prepared
@@ -52,6 +52,7 @@ class Kind:
     facts: ClassVar[type[Any] | None] = None  # the frozen dataclass of ``Record.facts``, where status is ok or wrong
     shares_process: ClassVar[bool] = False  # cells of a case run in one process: nothing is timed or weighed
     cases_share_process: ClassVar[bool] = False  # and so do consecutive cases
+    is_call: ClassVar[bool] = False  # a case is one attention call (:class:`.op_case.OpCase`)
     needs_ceilings: ClassVar[bool] = True  # whether a run of it measures the machine's peak
     # Cells do not see what they are judged by: they return outputs (``cell.Prepared``), and another process judges.
     judges_in_subprocess: ClassVar[bool] = False
@@ -61,6 +62,7 @@ class Kind:
     # A kind of its records, and the backend whose loss on text they give beside controls: its perplexity alone is not
     # shown then.
     controlled: ClassVar[Mapping[str, str]] = {}
+    peers: ClassVar[tuple[str, ...]] = ()  # those of ``suite/peers/`` that take its cases
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
     def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
@@ -87,6 +89,10 @@ class Kind:
     def rows(self, case: Any) -> tuple[str, ...]:
         """The rows that only this kind knows, in the order of their table; () if its rows are backends and peers."""
         return ()
+
+    def spec(self, case: Any) -> AttentionSpec | None:
+        """The attention that a case computes; None where it computes none, or several types."""
+        return None
 
     def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:
         """The cases whose reference can judge a cell of ``case`` in ``mode``. If none is computed yet, the first is.
@@ -148,10 +154,10 @@ def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[tuple[str, Re
     return cell(case, row, resolved="+".join(names), mode=mode, exact=exact, reasons=reasons)
 
 
-def of_peers(case: Case, asked: Asked) -> Iterable[Cell]:
-    """A cell for every peer that is asked for and takes such problems."""
+def of_peers(case: Case, asked: Asked, names: Iterable[str]) -> Iterable[Cell]:
+    """A cell for each of the peers ``names`` that is asked for."""
     for row in asked.rows:
-        if row in peers.PEERS and case.kind in peers.PEERS[row].kinds:
+        if row in names:
             reasons = peers.refusals(row, case)
             yield refused(case, row, reasons) if reasons else cell(case, row, resolved=row, mode="native", exact=True)
 

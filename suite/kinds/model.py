@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import jax
 import numpy as np
 
-from attnsuite.backends import Target
+from attnsuite.backends import AttentionSpec, Target
 
 from .. import peers
 from ..cell import Asked, Cell, Means, Prepared
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
 ModelKind = Literal["model_prefill", "model_decode", "model_train"]
+PHASES: dict[str, ModelKind] = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}
 _STANDARD = "standard_"
 
 
@@ -73,12 +74,22 @@ class ModelCase:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.ragged and (self.batch == 1 or self.kind == "model_train"):
+        if self.ragged and (self.batch == 1 or self.needs_grad):
             raise InputError(
                 f"case {self.name or self.kind}: ragged = true is about several prompts; use it in a prefill or a "
                 "decode with batch of at least 2."
             )
         name_case(self, _name(self))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it decodes behind a prompt."""
+        return self.kind == "model_decode"
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether it is a train step."""
+        return self.kind == "model_train"
 
 
 def _name(case: ModelCase) -> str:
@@ -98,6 +109,7 @@ class Model(Kind):
     }
     phases: ClassVar = {"model_prefill": "prefill", "model_decode": "decode"}
     case: ClassVar = ModelCase
+    peers: ClassVar = ("transformers", "transformers_unthrottled")
     judges_in_subprocess: ClassVar = True
 
     def cells(self, case: ModelCase, asked: Asked) -> Iterable[Cell]:
@@ -106,7 +118,18 @@ class Model(Kind):
 
         config = model_program.model_config(case)
         found = of_backends(case, asked, lambda row: model_program.resolutions_of(case, config, row))
-        return [*found, *of_peers(case, asked)]
+        return [*found, *of_peers(case, asked, self.peers)]
+
+    def spec(self, case: ModelCase) -> AttentionSpec | None:
+        """The attention of a layer, if all layers have the same type."""
+        from attnsuite.models.planning import attention_spec  # noqa: PLC0415 (flax)
+
+        from . import model_program  # noqa: PLC0415 (flax)
+
+        config = model_program.model_config(case)
+        if len(config.attention_types) != 1:
+            return None
+        return attention_spec(config, *config.attention_types, **model_program.problem_of_layer(case, config))
 
     def judged_by(self, case: ModelCase, mode: str | None) -> tuple[ModelCase, ...]:
         """The case itself."""
@@ -140,7 +163,7 @@ class Model(Kind):
         is_peer = cell.row in peers.PEERS
         program = peers.program(cell.row, case) if is_peer else model_program.model_program(case, model, cell.row)
         outputs, timed, outcome = execution.execute(program, means)
-        if not is_peer and case.kind == "model_train":
+        if not is_peer and case.needs_grad:
             del outputs  # the next weights, in which a gradient cannot be judged
             outputs = execution.outputs_of(model_program.judged_program(case, model, cell.row))
         elif not is_peer:

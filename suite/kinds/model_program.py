@@ -31,7 +31,7 @@ from ..named_model import config_of, model_of
 from . import extensions
 from .formulas import attention_flops, visible_pairs
 from .model import ModelCase
-from .op_case import OpCase
+from .op_case import nearest_case, plain_spec
 
 LEARNING_RATE = 1e-4
 
@@ -56,28 +56,26 @@ def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> R
 
 def resolutions_of(case: ModelCase, config: ModelConfig, backend: str) -> Resolutions:
     """The resolution of each attention type of ``config`` in ``case``, with ``backend`` asked for."""
-    decode = case.kind == "model_decode"
-    cached: dict[str, Any] = (
-        {"key_value_length": case.sequence + case.new_tokens, "dtype": default_dtype(config)} if decode else {}
-    )
-    return resolve_attention(
-        config,
-        batch=case.batch,
-        query_length=1 if decode else case.sequence,
-        needs_grad=case.kind == "model_train",
-        backend=backend,
-        options=options_of(case, config, backend),
-        **cached,
-    )
+    options = options_of(case, config, backend)
+    return resolve_attention(config, backend=backend, options=options, **problem_of_layer(case, config))
+
+
+def problem_of_layer(case: ModelCase, config: ModelConfig) -> dict[str, Any]:
+    """What the attention of each layer in ``case`` computes, as arguments of ``attention_spec``."""
+    shape = {"batch": case.batch, "needs_grad": case.needs_grad}
+    if not case.is_decode:
+        return {**shape, "query_length": case.sequence}
+    length = case.sequence + case.new_tokens
+    return {**shape, "query_length": 1, "key_value_length": length, "dtype": default_dtype(config)}
 
 
 def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
     """The program of a model case, attention computed by ``backend``."""
     found = resolutions_of(case, model.config, backend)
-    if case.kind == "model_train":
+    if case.needs_grad:
         return _train(case, model, found)
     options = freeze_options(options_of(case, model.config, backend))
-    return (_decode if case.kind == "model_decode" else _prefill)(case, model, found, options)
+    return (_decode if case.is_decode else _prefill)(case, model, found, options)
 
 
 def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[str, Any]:
@@ -88,7 +86,7 @@ def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[st
 
 def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program:
     """The program whose outputs are judged: ``{"logits"}``, or ``{"loss", "gradient"}`` of a train step."""
-    if case.kind == "model_train":
+    if case.needs_grad:
         of_batch = loss_and_gradient(model.config, resolutions_of(case, model.config, backend))
 
         def judged(params: Any, tokens: Any) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 
 def timed_outputs(case: ModelCase, outputs: Any) -> dict[str, Any]:
     """What can be judged of the outputs of a timed call: the logits, or the loss of a train step."""
-    return {"loss": outputs[2]} if case.kind == "model_train" else judged_outputs(outputs)
+    return {"loss": outputs[2]} if case.needs_grad else judged_outputs(outputs)
 
 
 def judged_outputs(outputs: Any) -> dict[str, Any]:
@@ -112,17 +110,17 @@ def judged_outputs(outputs: Any) -> dict[str, Any]:
 
 def model_tokens(case: ModelCase) -> int:
     """Tokens that one call processes, without padding: of the prompts, the decode steps, or the training batch."""
-    return case.batch * case.new_tokens if case.kind == "model_decode" else int(prompt_lengths(case).sum())
+    return case.batch * case.new_tokens if case.is_decode else int(prompt_lengths(case).sum())
 
 
 def model_steps(case: ModelCase) -> int | None:
     """Forward passes that a call makes one after the other for its tokens; None for a train step."""
-    return {"model_prefill": 1, "model_decode": case.new_tokens}.get(case.kind)
+    return None if case.needs_grad else case.new_tokens if case.is_decode else 1
 
 
 def figures(case: ModelCase, config: ModelConfig) -> dict[str, int]:
     """Bytes of the cache per token of one sequence, all layers together; none of a train step."""
-    if case.kind == "model_train":
+    if case.needs_grad:
         return {}
     return {"kv_bytes_per_token": KVCache.create(config, 1, 1, default_dtype(config)).nbytes}
 
@@ -159,7 +157,7 @@ def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]
     kept = kept_of(resolutions_of(case, config, backend), options_of(case, config, backend), config)
     told = tuple(line for one in kept for line in one.lines)
     held = default_dtype(config)
-    if case.kind != "model_decode" or held == config.dtype:
+    if not case.is_decode or held == config.dtype:
         return told
     return (
         *told,
@@ -173,12 +171,12 @@ def model_flops(case: ModelCase, config: ModelConfig) -> float:
     weights = sum(math.prod(shape) for layer in layers for shape in layer.values() if len(shape) > 1)
     head = config.hidden_size * config.vocab_size
     tokens = model_tokens(case)
-    head_tokens = case.batch if case.kind == "model_prefill" else tokens  # prefill projects its last token only
+    head_tokens = tokens if case.is_decode or case.needs_grad else case.batch  # prefill projects its last token only
     matmul = 2.0 * (weights * tokens + head * head_tokens)
-    training = case.kind == "model_train"
+    training = case.needs_grad
     attention = 0.0
     for kind in config.layer_types:
-        cached = case.sequence if case.kind == "model_decode" else None
+        cached = case.sequence if case.is_decode else None
         spec = attention_spec(config, kind, batch=1, query_length=1, key_value_length=cached)
         pairs = sum(_pairs(case, config, kind, int(length)) for length in prompt_lengths(case))
         dims = spec.head_dim, spec.value_head_dim or spec.head_dim
@@ -189,20 +187,14 @@ def model_flops(case: ModelCase, config: ModelConfig) -> float:
 def _pairs(case: ModelCase, config: ModelConfig, kind: str, prompt: int) -> int:
     """Visible pairs of a layer of this type in one sequence."""
 
-    def count(length: int, op: str) -> int:
-        return visible_pairs(
-            OpCase(
-                kind=op,  # pyright: ignore[reportArgumentType]  (one of two literals)
-                sequence=length,
-                causal=kind != "full",
-                window_size=config.window_size if kind == "sliding" else None,
-                chunk_size=config.chunk_size if kind == "chunked" else None,
-            )
-        )
+    def count(length: int) -> int:
+        shape = {"query_length": 1 if case.is_decode else length, "key_value_length": length}
+        spec = plain_spec(attention_spec(config, kind, batch=1, **shape))
+        return visible_pairs(nearest_case(spec, decode=case.is_decode, needs_grad=False))
 
-    if case.kind != "model_decode":
-        return count(prompt, "op_forward")
-    return sum(count(prompt + step + 1, "op_decode") for step in range(case.new_tokens))
+    if not case.is_decode:
+        return count(prompt)
+    return sum(count(prompt + step + 1) for step in range(case.new_tokens))
 
 
 def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> Callable[..., Any]:

@@ -119,6 +119,37 @@ def spec_of(case: Call) -> AttentionSpec:
     )
 
 
+def plain_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The same problem as a case says it: a window that ends at the query's own key is causal."""
+    window = spec.window
+    if window is not None and (spec.is_causal or window[1] == 0):
+        spec = dataclasses.replace(spec, is_causal=True, local_window_size=(window[0], 0))
+    return dataclasses.replace(spec, scale=None) if spec.softmax_scale == spec.head_dim**-0.5 else spec
+
+
+def nearest_case(spec: AttentionSpec, *, decode: bool, needs_grad: bool) -> OpCase:
+    """The case that says as much of a :func:`plain_spec` as a case can. Raises InputError."""
+    window = spec.window
+    if window is not None and not spec.is_causal and window[0] != window[1]:
+        window = None  # no case has such a window; a caller compares the spec of the case with its own
+    return OpCase(
+        kind="op_decode" if decode else "op_forward_backward" if needs_grad else "op_forward",
+        sequence=spec.key_value_length,
+        batch=spec.batch,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        value_head_dim=None if spec.value_head_dim == spec.head_dim else spec.value_head_dim,
+        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]  (the case checks it)
+        causal=spec.is_causal,
+        window_size=None if window is None else window[0] + 1,
+        chunk_size=spec.chunk_size,
+        mask=masks.words_of(spec.mask_function) or "",
+        soft_cap=spec.logits_soft_cap,
+        kv_layout=spec.kv_layout,  # pyright: ignore[reportArgumentType]  (the case checks it)
+    )
+
+
 # What a plain problem may differ in: a causal call of one document, of any size, in the default layout.
 _SIZES = frozenset({"kind", "name", "sequence", "batch", "heads", "kv_heads", "head_dim", "dtype", "seed"})
 

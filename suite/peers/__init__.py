@@ -20,8 +20,6 @@ from ..measure.fresh import Draw
 from ..measure.program import Program
 from . import mkl
 
-_OPS = ("op_forward", "op_forward_backward", "op_decode")
-_MODELS = ("model_prefill", "model_decode", "model_train")
 _MASKS = frozenset({"window_size", "documents"})
 # Fields by which a case asks for more than causal attention, with the value that asks for nothing.
 _NEUTRAL = {
@@ -45,19 +43,18 @@ class Peer:
     name: str
     module: str
     packages: tuple[str, ...]
-    kinds: tuple[str, ...]
     masks: frozenset[str] = frozenset()
     unthrottled: bool = False
 
 
 _LLAMA = ("torch", "transformers")
 _ALL = (
-    Peer("jax_nn", "jax_nn", (), _OPS, _MASKS),
-    Peer("tokamax", "tokamax_chunked", ("tokamax",), _OPS),
-    Peer("torch", "torch_sdpa", ("torch",), _OPS, _MASKS),
-    Peer("torch_unthrottled", "torch_sdpa", ("torch",), _OPS, _MASKS, unthrottled=True),
-    Peer("transformers", "torch_llama", _LLAMA, _MODELS),
-    Peer("transformers_unthrottled", "torch_llama", _LLAMA, _MODELS, unthrottled=True),
+    Peer("jax_nn", "jax_nn", (), _MASKS),
+    Peer("tokamax", "tokamax_chunked", ("tokamax",)),
+    Peer("torch", "torch_sdpa", ("torch",), _MASKS),
+    Peer("torch_unthrottled", "torch_sdpa", ("torch",), _MASKS, unthrottled=True),
+    Peer("transformers", "torch_llama", _LLAMA),
+    Peer("transformers_unthrottled", "torch_llama", _LLAMA, unthrottled=True),
 )
 PEERS = {peer.name: peer for peer in _ALL}
 
@@ -79,7 +76,7 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
         if value != neutral and not same and option not in peer.masks:
             reasons.append(f"{name}: {option}={value} is outside of what is compared with it; it takes {takes}.")
     # The peers count the positions of queries from 0: a decode step's window would lie at the first key.
-    if case.kind == "op_decode" and fields["window_size"] is not None and "window_size" in peer.masks:
+    if "window_size" in peer.masks and fields["window_size"] is not None and case.is_decode:  # pyright: ignore[reportAttributeAccessIssue]
         reasons.append(f"{name}: window_size={fields['window_size']} is compared in forward and backward passes alone.")
     return tuple(reasons)
 

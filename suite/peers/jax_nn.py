@@ -18,7 +18,7 @@ def program(case: OpCase, draw: Draw | None = None) -> Program:
     """The program of an op case, arrays in JAX's own layout."""
     inputs, documents = make_inputs(case, draw), jnp.asarray(document_ids(case))
     # One token at the end of its keys sees all of them. "causal" would hide them: JAX counts query positions from 0.
-    causal = case.causal and case.kind != "op_decode"
+    causal = case.causal and not case.is_decode
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         packed = case.documents > 1

@@ -15,7 +15,7 @@ from ..measure.program import Program, with_gradients
 def program(case: OpCase, draw: Draw | None = None) -> Program:
     """The program of an op case."""
     inputs = make_inputs(case, draw)
-    causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
+    causal = case.causal and not case.is_decode  # one token at the end of its keys sees all of them
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         key, value = (x.swapaxes(1, 2) if case.kv_layout == "HND" else x for x in (key, value))

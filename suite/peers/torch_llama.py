@@ -23,9 +23,9 @@ def program(case: ModelCase) -> Program:
     """The program of a model case; outputs as those of ``model_program.judged_program``."""
     model = model_program.open_model(case)
     llama, names = _llama(model)
-    if case.kind == "model_train":
+    if case.needs_grad:
         return _train(case, model, llama, names)
-    return _decode(case, model, llama) if case.kind == "model_decode" else _prefill(case, model, llama)
+    return _decode(case, model, llama) if case.is_decode else _prefill(case, model, llama)
 
 
 def _llama(model: Transformer) -> tuple[Any, list[str]]:

@@ -25,7 +25,7 @@ def program(case: OpCase, draw: Draw | None = None) -> Program:
     if case.kv_layout == "NHD":
         key, value = (x.transpose(1, 2).contiguous() for x in (key, value))
     grouped = case.kv_heads != case.heads
-    causal = case.causal and case.kind != "op_decode"  # one token at the end of its keys sees all of them
+    causal = case.causal and not case.is_decode  # one token at the end of its keys sees all of them
     how: dict[str, Any] = {"is_causal": causal, "enable_gqa": grouped}
     if case.window_size is not None or case.documents > 1:  # what is_causal does not say, as an array
         mask = may_attend(spec_of(case), inputs.layout)

@@ -12,7 +12,7 @@ from attnsuite.suite import peers
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
-from attnsuite.suite.kinds import problem_of
+from attnsuite.suite.kinds import kind_of, problem_of
 from attnsuite.suite.kinds.attention import ATTENTION, OpCase
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import judge
@@ -31,7 +31,7 @@ CASES = [
     OpCase(kind="op_forward", sequence=96, window_size=17, causal=False),
     OpCase(kind="op_forward", sequence=96, documents=3),
 ]
-PAIRS = [(name, case) for name in PEERS for case in CASES if case.kind in PEERS[name].kinds]
+PAIRS = [(name, case) for name in PEERS for case in CASES if name in kind_of(case.kind).peers]
 
 
 @pytest.mark.parametrize(("name", "case"), PAIRS, ids=lambda x: x if isinstance(x, str) else x.name)

@@ -1,0 +1,136 @@
+"""Named suites, each a TOML file beside this module that is read as a user's is (``suite_file.py``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from attnsuite.backends import names, registry
+from attnsuite.sentences import nearest
+
+from ..cell import Case
+from ..errors import InputError
+from ..kinds import extensions, kind_of
+from ..suite_file import check_peers, read_suite_file
+
+_EXACT_ONLY = ("quick", "device", "serving")
+C = TypeVar("C", bound=Case)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suite:
+    """A name and the cases under it; the names of the cases are unique.
+
+    ``peers`` are measured beside the backends. With ``exact_only`` approximate backends are measured only where they
+    are asked for: without calibration and controls, which their own suites have, their rows show what nobody would use.
+    With ``all_cores`` each backend on a CPU is also measured with one device per core.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    peers: tuple[str, ...] = ()
+    all_cores: bool = False
+    exact_only: bool = False
+
+    def __post_init__(self) -> None:
+        check_peers(self.peers)
+        found = [case.name for case in self.cases]
+        twice = sorted({name for name in found if found.count(name) > 1})
+        if twice:
+            raise InputError(f"suite {self.name} has two cases named {', '.join(twice)}; give each its own name.")
+        if not self.cases:
+            raise InputError(f"suite {self.name} has no cases; add a [[case]] table.")
+
+    def backends(self) -> tuple[str, ...]:
+        """The backends that are measured unless others are asked for."""
+        return tuple(name for name in names() if registry.get(name).exact or not self.exact_only)
+
+
+def _load(path: Path, *, exact_only: bool = False) -> Suite:
+    read, cases = read_suite_file(path)
+    try:
+        return Suite(read.name or path.stem, cases, read.peers, read.all_cores, exact_only)
+    except InputError as error:
+        raise InputError(f"suite file {path}: {error}") from error
+
+
+def shipped(name: str) -> Suite:
+    """The suite in the file ``name.toml`` beside this module."""
+    return _load(Path(__file__).with_name(f"{name}.toml"), exact_only=name in _EXACT_ONLY)
+
+
+def _device() -> Suite:
+    """Attention calls first, then what is in bfloat16: a run that is cut has done what is of the most use.
+
+    The kernels of GPUs, Kvax among them, take no float32.
+    """
+    own = shipped("device")
+    calls = [case for case in (*QUICK.cases, *own.cases) if kind_of(case.kind).is_call]
+    others = [case for case in QUICK.cases if case not in calls]
+    calls.sort(key=lambda case: getattr(case, "dtype", "") != "bfloat16")
+    half = (dataclasses.replace(case, dtype="bfloat16", name="") for case in others if hasattr(case, "dtype"))  # pyright: ignore[reportCallIssue]
+    return dataclasses.replace(own, cases=(*calls, *half, *others))
+
+
+QUICK = shipped("quick")
+DEVICE, FULL, CPU_SPEED = _device(), shipped("full"), shipped("cpu-speed")
+_ADDED = (Suite(name, **fields) for added in extensions().values() for name, fields in added.suites.items())
+_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, shipped("caller"), *_ADDED, shipped("serving"))
+SUITES = {suite.name: suite for suite in _NAMED}
+
+
+def find_suite(name: str) -> Suite:
+    """The named suite, or the one in a TOML file. Raises InputError naming those that exist.
+
+    >>> find_suite("quick").cases[0].name
+    'forward-backward-s2048-h8k8-d64-f32'
+    """
+    if name in SUITES:
+        return SUITES[name]
+    if name.endswith(".toml"):
+        return _load(Path(name))
+    known = f"use {', '.join(SUITES)}, or the path of a .toml file."
+    raise InputError(f"suite {name!r} is not known; {known}{nearest(name, SUITES)}")
+
+
+def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
+    """The cases whose name matches any of the glob patterns. Raises InputError for a pattern that matches none."""
+    known = [case.name for case in cases]
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(known)}.{nearest(pattern, known)}")
+    return tuple(case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """Part ``number`` (from 1) of ``count`` parts of the cases: every ``count``-th case, whole."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def select(self, cases: Sequence[C]) -> tuple[C, ...]:
+        """The cases of this part. Raises InputError if there are more parts than cases."""
+        if self.count > len(cases):
+            raise InputError(f"--shard {self} is of {len(cases)} cases; use at most {len(cases)} shards.")
+        return tuple(cases[self.number - 1 :: self.count])
+
+
+def parse_shard(text: str) -> Shard:
+    """The shard ``i/n``, with i from 1 to n. Raises InputError.
+
+    >>> parse_shard("2/3").select("abcde")
+    ('b', 'e')
+    """
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    shard = Shard(int(match[1]), int(match[2])) if match else Shard(0, 0)
+    if not 1 <= shard.number <= shard.count:
+        raise InputError(f"--shard {text!r} must be i/n with i from 1 to n, such as 1/4.")
+    return shard
