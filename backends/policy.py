@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from attnsuite.sentences import given, not_accepted
+from attnsuite.sentences import not_accepted, quoted
 
 from . import masks
 from .devices import Target, usable_cores
@@ -206,16 +206,16 @@ def _parse(text: bytes, name: str) -> Policy:
 def _spec(case: PolicyCase) -> AttentionSpec:
     if unknown := sorted(set(case.problem) - set(_FIELDS)):
         raise ValueError(
-            f"case {given(case.case)} has no field {given(unknown[0])}; its fields are {', '.join(_FIELDS)}"
+            f"case {quoted(case.case)} has no field {quoted(unknown[0])}; its fields are {', '.join(_FIELDS)}"
         )
     if missing := [name for name, default in _FIELDS.items() if default is _ABSENT and name not in case.problem]:
-        raise ValueError(f"case {given(case.case)} lacks the field {missing[0]}")
+        raise ValueError(f"case {quoted(case.case)} lacks the field {missing[0]}")
     try:
         words = case.problem.get("mask_function")
         mask = None if words is None else masks.parse(str(words))
         spec = AttentionSpec(**(case.problem | {"mask_function": mask}))  # pyright: ignore[reportArgumentType]  (checks)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"case {given(case.case)}: {error}") from error
+        raise ValueError(f"case {quoted(case.case)}: {error}") from error
     return spec
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from attnsuite.sentences import given
+from attnsuite.sentences import quoted
 
 from . import registry
 from .contract import Backend, Plan
@@ -172,7 +172,7 @@ def _check(request: str, mode: str, on_unavailable: str, policy: AnyPolicy | Non
         raise ValueError(f"mode={mode!r} is for a backend by name; give backend=..., or leave mode at 'native'.")
     if request != "auto" and policy is not None:
         raise ValueError(
-            f"policy={given(policy)} is for backend='auto'; leave it out where backend={request!r} is named."
+            f"policy={quoted(policy)} is for backend='auto'; leave it out where backend={request!r} is named."
         )
 
 

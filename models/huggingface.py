@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from attnsuite.sentences import given
+from attnsuite.sentences import quoted
 
 from .config import DTYPES, Activation, AttentionType, ModelConfig
 from .huggingface_keys import CONFIG, FAMILIES, OWN_TYPE, SHARED, WINDOW_REASONS, Family, Fields, OwnFields, read_fields
@@ -36,7 +36,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     theta, scaling = read_rope(fields)
     stored = fields.dtype or fields.torch_dtype or "float32"
     if stored not in DTYPES:
-        raise CheckpointError(f"dtype={given(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
+        raise CheckpointError(f"dtype={quoted(stored)} in {CONFIG} is not supported; use one of {', '.join(DTYPES)}.")
     by_type = _by_type(fields)
     try:
         shared = {name: getattr(fields, key) for name, key in SHARED.items()}
@@ -111,7 +111,7 @@ def _check_architectures(fields: Fields) -> None:
     for name in fields.architectures or ():
         if name not in (causal, causal.replace("ForCausalLM", "Model")):
             raise CheckpointError(
-                f"architectures in {CONFIG} names {given(name)}; of model_type={fields.model_type!r} only "
+                f"architectures in {CONFIG} names {quoted(name)}; of model_type={fields.model_type!r} only "
                 f"{causal or 'an empty list'} is supported."
             )
 
@@ -125,7 +125,7 @@ def _by_type(fields: Fields) -> dict[str, Any]:
         raise CheckpointError(f"{OWN_TYPE} in {CONFIG} is for model_type={OWN_TYPE!r}, not {model_type!r}.")
     if bias not in (None, family.fixed.get("qkv_bias", bias)):
         raise CheckpointError(
-            f"attention_bias={given(bias)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
+            f"attention_bias={quoted(bias)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
         )
     made = {**_windows(fields), "qkv_bias": bool(bias), "output_bias": bool(bias), **family.fixed}
     if "query_pre_attn_scalar" in family.keys:
@@ -140,7 +140,7 @@ def _own(fields: Fields) -> dict[str, Any]:
             raise CheckpointError(f"{name} in {CONFIG} has no place beside {OWN_TYPE}; leave it out.")
     if entries not in (None, own["qkv_bias"]):
         raise CheckpointError(
-            f"attention_bias={given(entries)} in {CONFIG} is not qkv_bias={given(own['qkv_bias'])} in {OWN_TYPE}."
+            f"attention_bias={quoted(entries)} in {CONFIG} is not qkv_bias={quoted(own['qkv_bias'])} in {OWN_TYPE}."
         )
     return own
 
@@ -148,7 +148,7 @@ def _own(fields: Fields) -> dict[str, Any]:
 def _gemma(fields: Fields) -> dict[str, Any]:
     scalar = fields.query_pre_attn_scalar
     if scalar is None or scalar <= 0:
-        raise CheckpointError(f"query_pre_attn_scalar={given(scalar)} in {CONFIG} must be a number above 0.")
+        raise CheckpointError(f"query_pre_attn_scalar={quoted(scalar)} in {CONFIG} must be a number above 0.")
     return {
         "attention_scale": scalar**-0.5,
         "logits_soft_cap": fields.attn_logit_softcapping,
@@ -161,7 +161,7 @@ def _with_experts(fields: Fields) -> dict[str, Any]:
     counts = {fields.num_experts, fields.num_local_experts} - {None}  # two names of one number in transformers
     if len(counts) != 1:
         raise CheckpointError(
-            f"num_experts={given(fields.num_experts)} and num_local_experts={given(fields.num_local_experts)} in "
+            f"num_experts={quoted(fields.num_experts)} and num_local_experts={quoted(fields.num_local_experts)} in "
             f"{CONFIG} have to be one number; give one of them."
         )
     made: dict[str, Any] = {"experts_per_token": fields.num_experts_per_tok, "num_experts": counts.pop()}
@@ -177,7 +177,7 @@ def _window_of(fields: Fields) -> int | None:
         value = getattr(fields, name)
         if name not in windows and value is not None and value is not False:
             reason = WINDOW_REASONS.get(windows, "leave it out")
-            raise CheckpointError(f"{name}={given(value)} in {CONFIG} is not supported in a {model_type}; {reason}.")
+            raise CheckpointError(f"{name}={quoted(value)} in {CONFIG} is not supported in a {model_type}; {reason}.")
     return None if model_type.startswith("qwen") and not fields.use_sliding_window else fields.sliding_window
 
 
@@ -191,7 +191,7 @@ def _windows(fields: Fields) -> dict[str, Any]:
     unknown = [kind for kind in named if kind not in _LAYER_TYPES]
     if unknown:
         raise CheckpointError(
-            f"layer_types={given(unknown[0])} in {CONFIG} is not supported; use {' or '.join(_LAYER_TYPES)}."
+            f"layer_types={quoted(unknown[0])} in {CONFIG} is not supported; use {' or '.join(_LAYER_TYPES)}."
         )
     if len(named) != fields.num_hidden_layers:
         raise CheckpointError(

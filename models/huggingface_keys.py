@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from attnsuite.sentences import given
+from attnsuite.sentences import quoted
 
 from .config import MOST_LAYERS, ModelConfig
 from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown, require_keys
@@ -263,7 +263,7 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     model_type = config.get("model_type")
     if model_type not in [*FAMILIES]:  # a list, because the value may not be hashable
         raise CheckpointError(
-            f"model_type={given(model_type)} in {CONFIG} is not supported; use one of {', '.join(FAMILIES)}."
+            f"model_type={quoted(model_type)} in {CONFIG} is not supported; use one of {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
     entries = {key: value for key, value in {**family.defaults, **config}.items() if value is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from attnsuite.sentences import given
+from attnsuite.sentences import quoted
 
 from .config import ModelConfig
 from .huggingface_keys import CONFIG, Fields, RopeFields
@@ -45,18 +45,22 @@ def read_rope(fields: Fields) -> tuple[float, AnyScaling | None]:
         raise CheckpointError(f"{CONFIG} lacks rope_scaling; gpt_oss has YaRN, and its keys have to be said.")
     rope = rope or RopeFields()
     theta = fields.rope_theta if rope.rope_theta is None else rope.rope_theta
-    kind = _kind(rope)
-    if kind != "default" and fields.model_type == "phi3":
-        raise CheckpointError(f"rope_type={given(kind)} in {CONFIG} is not supported in a phi3; only 'default' is.")
+    rope_type = _rope_type(rope)
+    if rope_type != "default" and fields.model_type == "phi3":
+        raise CheckpointError(
+            f"rope_type={quoted(rope_type)} in {CONFIG} is not supported in a phi3; only 'default' is."
+        )
     entries = {name: getattr(rope, name) for name in _ALL if getattr(rope, name) is not None}
-    scaling, needed = _SCALINGS[kind]
+    scaling, needed = _SCALINGS[rope_type]
     unused = [name for name in entries if name not in _keys(scaling)]
     if unused:
-        raise CheckpointError(f"rope_type={kind!r} in {CONFIG} makes no use of {', '.join(unused)}; leave them out.")
+        raise CheckpointError(
+            f"rope_type={rope_type!r} in {CONFIG} makes no use of {', '.join(unused)}; leave them out."
+        )
     missing = [name for name in needed if name not in entries]
     if missing:
-        raise CheckpointError(f"rope scaling {kind!r} in {CONFIG} lacks {', '.join(missing)}.")
-    if kind == "dynamic":
+        raise CheckpointError(f"rope scaling {rope_type!r} in {CONFIG} lacks {', '.join(missing)}.")
+    if rope_type == "dynamic":
         length = fields.max_position_embeddings
         if entries.setdefault(_LENGTH, length) != length:
             raise CheckpointError(
@@ -73,7 +77,7 @@ def read_rope(fields: Fields) -> tuple[float, AnyScaling | None]:
 def sliding_theta(fields: Fields) -> float | None:
     """The base of RoPE in Gemma 3's sliding layers, which are not scaled."""
     rope = fields.sliding_rope or RopeFields()
-    if _kind(rope) != "default" or any(getattr(rope, name) is not None for name in _ALL):
+    if _rope_type(rope) != "default" or any(getattr(rope, name) is not None for name in _ALL):
         raise CheckpointError(f"rope_parameters.sliding_attention in {CONFIG} is scaled; only 'default' is supported.")
     return fields.rope_local_base_freq if rope.rope_theta is None else rope.rope_theta
 
@@ -81,27 +85,27 @@ def sliding_theta(fields: Fields) -> float | None:
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The keys of RoPE, in the spelling that transformers 4 and 5 both read."""
     length, scaling = config.max_length, config.rope_scaling
-    kind = next((kind for kind, (made, _) in _SCALINGS.items() if made is not None and isinstance(scaling, made)), None)
+    rope_type = next((name for name, (made, _) in _SCALINGS.items() if made and isinstance(scaling, made)), None)
     values = {key: getattr(scaling, name) for key, name in _keys(scaling).items()}
-    if kind == "dynamic":  # transformers takes the original length from max_position_embeddings
+    if rope_type == "dynamic":  # transformers takes the original length from max_position_embeddings
         length = values.pop(_LENGTH)
-    said = {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
+    written = {"rope_type": rope_type} | {key: value for key, value in values.items() if value is not None}
     return {
         "max_position_embeddings": length,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else said,
+        "rope_scaling": None if scaling is None else written,
     }
 
 
-def _kind(rope: RopeFields) -> str:
+def _rope_type(rope: RopeFields) -> str:
     if rope.partial_rotary_factor not in (None, 1.0):
         raise CheckpointError(
             f"partial_rotary_factor={rope.partial_rotary_factor} in {CONFIG} is not supported; only 1.0 is."
         )
-    kind = rope.rope_type or rope.kind or "default"
-    if kind not in _SCALINGS or rope.kind not in (None, kind):
+    rope_type = rope.rope_type or rope.kind or "default"
+    if rope_type not in _SCALINGS or rope.kind not in (None, rope_type):
         raise CheckpointError(
-            f"rope_type={given(kind)} in {CONFIG} is not supported; use one of {', '.join(map(repr, _SCALINGS))} "
+            f"rope_type={quoted(rope_type)} in {CONFIG} is not supported; use one of {', '.join(map(repr, _SCALINGS))} "
             "(type, where it stands too, has to be the same)."
         )
-    return kind
+    return rope_type

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from attnsuite.sentences import given, not_accepted
+from attnsuite.sentences import not_accepted, quoted
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def refuse_unknown(content: Mapping[str, Any], known: Collection[str], where: st
     """Raise CheckpointError for the keys that are not known."""
     unknown = sorted(set(content) - set(known))
     if unknown:
-        found = ", ".join(f"{given(key)} ({given(content[key])})" for key in unknown[:4])
+        found = ", ".join(f"{quoted(key)} ({quoted(content[key])})" for key in unknown[:4])
         raise CheckpointError(
             f"{where} has {found}{', ...' if unknown[4:] else ''}, which is not known here and may change what is "
             "computed; take out what changes nothing, or use a model without it."
@@ -77,8 +77,8 @@ def refuse_other_values(content: Mapping[str, Any], only: Mapping[str, tuple[Any
     """Raise CheckpointError for a key of ``only`` with another value than those."""
     for key, values in only.items():
         if key in content and not any(_same(content[key], value) for value in values):
-            accepted = " or ".join("an empty list" if value == [] else given(value) for value in values) or "nothing"
-            raise CheckpointError(f"{key}={given(content[key])} in {where} is not supported; only {accepted} is.")
+            accepted = " or ".join("an empty list" if value == [] else quoted(value) for value in values) or "nothing"
+            raise CheckpointError(f"{key}={quoted(content[key])} in {where} is not supported; only {accepted} is.")
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -115,15 +115,15 @@ def sample(
     where the needles do not fit.
     """
     gap = length // 2 if gap is None else gap
-    places = length - gap - TAIL
-    if gap < 1 or places < TYPES:
+    positions = length - gap - TAIL
+    if gap < 1 or positions < TYPES:
         raise ValueError(
-            f"length={length} leaves {places} places for {TYPES} needles before gap={gap} and {TAIL} query places; "
+            f"length={length} leaves {positions} places for {TYPES} needles before gap={gap} and {TAIL} query places; "
             f"use a length of at least {gap + TAIL + TYPES}."
         )
     if filler is not None and len(filler) < length:
         raise ValueError(f"filler has {len(filler)} bytes; give at least length={length}.")
-    rows = [_sequence(rng, length, places, filler) for _ in range(batch)]
+    rows = [_sequence(rng, length, positions, filler) for _ in range(batch)]
     return RetrievalBatch(*(np.stack(column).astype(np.int32) for column in zip(*rows, strict=True)))
 
 
@@ -134,24 +134,24 @@ def recall(logits: Any, batch: RetrievalBatch) -> float:
     return float((found == batch.answers).mean())
 
 
-def needle(kind: Any, a: Any, b: Any) -> Any:
+def needle(needle_type: Any, a: Any, b: Any) -> Any:
     """The symbol of a needle of that type and those halves."""
-    return NEEDLE + (kind * HALVES + a) * HALVES + b
+    return NEEDLE + (needle_type * HALVES + a) * HALVES + b
 
 
-def _sequence(rng: np.random.Generator, length: int, places: int, filler: Any) -> tuple[np.ndarray, ...]:
+def _sequence(rng: np.random.Generator, length: int, positions: int, filler: Any) -> tuple[np.ndarray, ...]:
     if filler is None:
         tokens = rng.integers(0, 256, length)
     else:
         begin = rng.integers(0, len(filler) - length + 1)
         tokens = np.array(filler[begin : begin + length], np.int64)
-    kinds = rng.permutation(TYPES)
-    needles = np.sort(rng.choice(places, TYPES, replace=False))
+    types_ = rng.permutation(TYPES)
+    needles = np.sort(rng.choice(positions, TYPES, replace=False))
     queries = np.sort(rng.choice(np.arange(length - TAIL, length), TYPES, replace=False))
-    answers = needle(kinds, rng.integers(0, HALVES, TYPES), rng.integers(0, HALVES, TYPES))
+    answers = needle(types_, rng.integers(0, HALVES, TYPES), rng.integers(0, HALVES, TYPES))
     order = rng.permutation(TYPES)
     tokens[needles] = answers
-    tokens[queries] = QUERY + kinds[order]
+    tokens[queries] = QUERY + types_[order]
     return tokens, queries, answers[order], needles[order]
 
 
@@ -167,11 +167,12 @@ def _wire(layer: dict[str, Any], head_dim: int, source: int, target: int) -> Non
     """Let each query head find the needle of its type and copy one half of its answer."""
     # Normalised, a needle's type reads 4/sqrt(48/64) and a bare query's 4/sqrt(16/64).
     gain = SHARPNESS * math.sqrt(head_dim) / ((4 / math.sqrt(0.75)) * (4 / math.sqrt(0.25)))
-    for kind in range(TYPES):
-        kv, member = divmod(kind, PER_KV_HEAD)
+    for needle_type in range(TYPES):
+        kv, member = divmod(needle_type, PER_KV_HEAD)
         slow = head_dim // 2 - 1 - member  # a pair of its own among the four slowest
-        layer["q_proj"][kind * head_dim + slow, 8 + kind] = gain  # query head `kind` reads KV head kind // 4
-        layer["k_proj"][kv * head_dim + slow, kind] = 1.0
+        query = needle_type * head_dim + slow  # query head i reads KV head i // 4
+        layer["q_proj"][query, 8 + needle_type] = gain
+        layer["k_proj"][kv * head_dim + slow, needle_type] = 1.0
     for j in range(HALVES):
         layer["v_proj"][np.arange(KV_HEADS) * head_dim + j, source + j] = 1.0
         layer["o_proj"][target + j, np.arange(HEADS) * head_dim + j] = 1.0
@@ -181,10 +182,10 @@ def _tables(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Embedding and output head."""
     embedding, head = np.zeros((VOCAB, HIDDEN)), np.zeros((VOCAB, HIDDEN))
     embedding[:256, 32:] = rng.normal(size=(256, HIDDEN - 32)) * 0.5
-    for kind in range(TYPES):
-        embedding[QUERY + kind, 8 + kind] = 4.0
+    for needle_type in range(TYPES):
+        embedding[QUERY + needle_type, 8 + needle_type] = 4.0
         for a in range(HALVES):
             for b in range(HALVES):
-                embedding[needle(kind, a, b), [kind, 16 + a, 20 + b]] = 4.0
-                head[needle(kind, a, b), [8 + kind, 24 + a, 28 + b]] = 4.0
+                embedding[needle(needle_type, a, b), [needle_type, 16 + a, 20 + b]] = 4.0
+                head[needle(needle_type, a, b), [8 + needle_type, 24 + a, 28 + b]] = 4.0
     return embedding, head

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.sentences import given
+from attnsuite.sentences import quoted
 
 from .reading import CheckpointError
 
@@ -128,7 +128,7 @@ class TorchFile:
             described = _unpickled(content)
         except _RefusedError as error:
             raise CheckpointError(
-                f"{str(path)!r} is refused: it asks for more than tensors ({given(str(error))}), which could run code "
+                f"{str(path)!r} is refused: it asks for more than tensors ({quoted(str(error))}), which could run code "
                 "on this machine; get the checkpoint from its publisher, best as safetensors."
             ) from None
         except Exception as error:  # what a hostile file raises is not known beforehand

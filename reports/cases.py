@@ -38,10 +38,10 @@ def describe(kind: str, problem: Mapping[str, Any]) -> str:
         f"Dv {value_head_dim}": value_head_dim is not None and value_head_dim != head_dim,
         f"{problem.get('dtype')}": problem.get("dtype"),
     }
-    words = [text for text, wanted in parts.items() if wanted]
+    phrases = [text for text, wanted in parts.items() if wanted]
     in_title = _IN_TITLE if phase == "decode" else _IN_TITLE | {"new_tokens"}  # which other phases do not use
     others = {name: value for name, value in problem.items() if name not in in_title and _DEFAULTS.get(name) != value}
-    return ", ".join(words + [_word(name, value) for name, value in others.items() if _is_on(value)])
+    return ", ".join(phrases + [_word(name, value) for name, value in others.items() if _is_on(value)])
 
 
 def _is_on(value: object) -> bool:
@@ -49,8 +49,8 @@ def _is_on(value: object) -> bool:
 
 
 def _word(name: str, value: object) -> str:
-    words = name.replace("_", " ")
-    return words if value is True else f"{words} {value}"
+    phrases = name.replace("_", " ")
+    return phrases if value is True else f"{phrases} {value}"
 
 
 def titles(among: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ _Part = Callable[[Sequence[Group]], Iterable[Section]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionPage:
-    """The sections of the cases that ``is_own`` finds.
+    """The sections of the cases that ``has_group`` finds.
 
     ``parts`` stand behind "Failed"; ``opening``, of the cases of every kind, before "In short", in which
     ``sentences`` are. ``loss`` gives of the cases of one model those that measure the loss of
@@ -25,7 +25,7 @@ class ExtensionPage:
     """
 
     backend: str
-    is_own: Callable[[Group], bool]
+    has_group: Callable[[Group], bool]
     opening: tuple[_Part, ...]
     parts: tuple[_Part, ...]
     sentences: Callable[[Sequence[Group]], Iterable[str]]

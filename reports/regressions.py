@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from attnsuite.sentences import given
+from attnsuite.sentences import quoted
 from attnsuite.suite import statistics
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import Record
@@ -81,7 +81,7 @@ def parse_limits(text: str) -> Limits:
         name = next((name for name in get_args(What) if match and match[1] == name), None)
         if match is None or name is None or (match[2] is not None) != (name in WITH_SHARE) or name in allowed:
             raise InputError(
-                f"--fail-on {given(word.strip())} is not accepted; give each of wrong, failed, slower:P%, memory:P%, "
+                f"--fail-on {quoted(word.strip())} is not accepted; give each of wrong, failed, slower:P%, memory:P%, "
                 "bundles:P% once at most, separated by commas."
             )
         allowed[name] = float(match[2] or 0) / 100

@@ -131,7 +131,7 @@ class Means:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Request:
     """The request of a grid beside its cases: the rows, the text, and whether a CPU's cores share cells."""
 
     rows: tuple[str, ...]

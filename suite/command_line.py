@@ -55,17 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _act(words: list[str]) -> int:
-    if not words or words[0] in {"-h", "--help"}:
+def _act(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in {"-h", "--help"}:
         print(_help())  # noqa: T201 (the command line's output)
-        return 0 if words else BAD_INPUT
-    if words[0] == "--version":
+        return 0 if arguments else BAD_INPUT
+    if arguments[0] == "--version":
         print(f"attnsuite {__version__}")  # noqa: T201
         return 0
-    if words[0] == _COMPLETION:
-        kinds = {verb: extended(_kind(verb), verb) for verb in VERBS}
-        tyro.extras.subcommand_cli_from_dict(kinds, prog="attnsuite", description=_DESCRIPTION, args=words)
-    verb, *rest = words
+    if arguments[0] == _COMPLETION:
+        by_verb = {verb: extended(_flags_of(verb), verb) for verb in VERBS}
+        tyro.extras.subcommand_cli_from_dict(by_verb, prog="attnsuite", description=_DESCRIPTION, args=arguments)
+    verb, *rest = arguments
     if verb in FORMER:
         raise InputError(f"{verb} is no longer a verb; use {FORMER[verb]}.")
     if verb not in VERBS:
@@ -73,15 +73,15 @@ def _act(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."
         raise InputError(f"{verb!r} is not a verb; {hint}")
     _check_values(verb, rest)
-    kind = extended(_kind(verb), verb, rest)
-    _check_guides_flags(kind, rest)
-    command = tyro.cli(kind, prog=f"attnsuite {verb}", args=rest)
+    flags = extended(_flags_of(verb), verb, rest)
+    _check_guides_flags(flags, rest)
+    command = tyro.cli(flags, prog=f"attnsuite {verb}", args=rest)
     return _module(verb).run(command)
 
 
-def _check_values(verb: str, words: Sequence[str]) -> None:
+def _check_values(verb: str, arguments: Sequence[str]) -> None:
     """An empty value is a variable that the shell did not know; as a path it would be the present directory."""
-    for before, word in zip([verb, *words], words, strict=False):
+    for before, word in zip([verb, *arguments], arguments, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
 
@@ -97,12 +97,12 @@ _GUIDES_FLAGS = {
 }
 
 
-def _check_guides_flags(kind: type, words: Sequence[str]) -> None:
+def _check_guides_flags(flags: type, arguments: Sequence[str]) -> None:
     """Raise InputError for a flag of the guides that this verb does not have, with what to write instead."""
-    own = {field.name.replace("_", "-") for field in dataclasses.fields(kind)}
-    for word in words:
+    known = {field.name.replace("_", "-") for field in dataclasses.fields(flags)}
+    for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("_", "-")
-        if word.startswith("--") and name in _GUIDES_FLAGS and name not in own:
+        if word.startswith("--") and name in _GUIDES_FLAGS and name not in known:
             raise InputError(f"{word.partition('=')[0]} is a flag of the guides; here it is {_GUIDES_FLAGS[name]}.")
 
 
@@ -110,7 +110,7 @@ def _module(verb: str) -> Any:
     return importlib.import_module(f".verbs.{verb}", __package__)
 
 
-def _kind(verb: str) -> type:
+def _flags_of(verb: str) -> type:
     return getattr(_module(verb), verb.capitalize())
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from attnsuite.models.sharded_training import MeshSizes
 
-from .cell import Asked, Cell
+from .cell import Cell, Request
 from .flag_values import known_backend
 from .grid.executors import here
 from .grid.grid import Grid
@@ -55,7 +55,7 @@ class CurvesGrid(Grid):
             TrainingCase(preset=preset, setting="interpreted", steps=self.interpreted_steps, batch=1, length=256),
         )
         rows = {case: (*own_runs(), *backends, *(on_mesh if case is cases[0] else ())) for case in cases}
-        asked = [Asked(rows=tuple(dict.fromkeys(rows[case])), cases=(case,)) for case in cases]
+        asked = [Request(rows=tuple(dict.fromkeys(rows[case])), cases=(case,)) for case in cases]
         cells = [cell for each in asked for cell in LOSS_CURVE.cells(each.cases[0], each)]
         return describe(), cells
 

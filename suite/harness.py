@@ -112,7 +112,7 @@ class SuiteLM(TemplateLM):
             self._model = model_of(str(directory), "model", **overrides)
             self._reader = reader_of(str(directory), self._model.config)
             self._ends = _end_tokens(directory)
-        given = {
+        flags = {
             "calibration": calibration,
             "schedule": schedule,
             "anchors": str(anchors).replace(";", ",") or None,
@@ -122,7 +122,7 @@ class SuiteLM(TemplateLM):
         backend_options, self.notes = options_of(
             backend,
             parse_options(options.replace(";", ",")),
-            {name: value for name, value in given.items() if value is not None},
+            {name: value for name, value in flags.items() if value is not None},
             self._model,
         )
         self._attention: dict[str, Any] = {
@@ -243,17 +243,17 @@ class SuiteLM(TemplateLM):
 
         Requests that ask for the same are generated together, ``batch_size`` at a time.
         """
-        asked = Collator([request.args for request in requests], lambda pair: -len(pair[0]), group_by="gen_kwargs")
+        ordered = Collator([request.args for request in requests], lambda pair: -len(pair[0]), group_by="gen_kwargs")
         texts: list[str] = []
-        for batch in tqdm.tqdm(asked.get_batched(n=self._batch), "batches of generate_until", disable=disable_tqdm):
+        for batch in tqdm.tqdm(ordered.get_batched(n=self._batch), "batches of generate_until", disable=disable_tqdm):
             texts += self._continued([context for context, _ in batch], batch[0][1])
-        return asked.get_original(texts)
+        return ordered.get_original(texts)
 
-    def _continued(self, contexts: Sequence[str], given: dict[str, Any]) -> Iterator[str]:
-        if strange := sorted(set(given) - set(_GENERATION)):
+    def _continued(self, contexts: Sequence[str], options: dict[str, Any]) -> Iterator[str]:
+        if strange := sorted(set(options) - set(_GENERATION)):
             raise InputError(f"generation_kwargs {', '.join(strange)} are not taken, only {', '.join(_GENERATION)}.")
-        count, until = int(given.get("max_gen_toks", 256)), given.get("until") or []
-        sampled, temperature = given.get("do_sample"), given.get("temperature")
+        count, until = int(options.get("max_gen_toks", 256)), options.get("until") or []
+        sampled, temperature = options.get("do_sample"), options.get("temperature")
         if sampled is None and temperature:
             raise InputError(f"temperature={temperature} without do_sample has two meanings; give do_sample too.")
         if count >= self.max_length:
@@ -266,7 +266,7 @@ class SuiteLM(TemplateLM):
             count,
             lengths=counts,
             temperature=float(1.0 if temperature is None else temperature) if sampled else 0.0,
-            top_p=float(given.get("top_p", 1.0)) if sampled else 1.0,
+            top_p=float(options.get("top_p", 1.0)) if sampled else 1.0,
             seed=int(self._seeds.integers(2**31)),
             stop_token=self._ends,
             **self._attention,

@@ -1,4 +1,4 @@
-"""Harvested attention calls as a suite file: a case per problem, with counts, places, and what no case can say."""
+"""Harvested attention calls as a suite file: a case per problem, its call sites, and what no case can express."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from .errors import InputError
 from .harvest import Call, Harvest, Mark
 from .kinds.op_case import OpCase, nearest_case, plain_spec, spec_of
 
-# How a spec's field is told that no case has, or that has to be set by hand.
-UNSAID = {
+# Fields of a spec that no case has, or that have to be set by hand; in a sentence.
+NOT_IN_A_CASE = {
     "has_mask": "a mask array (if it is the causal mask, set causal = true)",
     **{f"has_{operand.name}": operand.title for operand in OPERANDS},
     "has_segment_ids": "segment ids (set documents to the number of documents in a sequence)",
-    "has_positions": "positions that are given",
+    "has_positions": "explicit positions",
     "has_seq_lengths": "lengths of the keys (the case attends to all {keys})",
     "values_in_keys": "values that are a part of the keys",
     "local_window_size": "a window of {value} keys to the left and to the right",
     "return_log_sum_exp": "the log-sum-exp beside the output",
 }
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # no comment may hold these
-_ALWAYS = ("kind", "sequence", "heads", "kv_heads", "head_dim", "dtype")  # said even where they are the defaults
+_ALWAYS = ("kind", "sequence", "heads", "kv_heads", "head_dim", "dtype")  # written even where they are the defaults
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Calls of one problem: the case (None: no case can say it), places and functions with counts, and sentences.
+    """The calls of one problem: its case, how often each call site makes it in a step, and sentences.
 
-    The sentences say what the calls ask for beside the case, or why there is none.
+    The sentences name what the calls use and the case lacks. Without a case (None) they say why there is none.
     """
 
     case: OpCase | None
-    places: dict[str, int]
+    call_sites: dict[str, int]
     sentences: tuple[str, ...]
 
     @property
     def count(self) -> int:
         """Calls in one step."""
-        return sum(self.places.values())
+        return sum(self.call_sites.values())
 
 
 def problems_of(found: Harvest) -> tuple[Problem, ...]:
@@ -53,10 +53,10 @@ def problems_of(found: Harvest) -> tuple[Problem, ...]:
     for mark, times in sorted(found.found().items(), key=lambda item: item[0].index):
         call = found.calls[mark.index]
         case, sentences = _case(call, mark)
-        _, places, said = groups.setdefault(case or sentences, (case, Counter(), {}))
-        places[f"{call.place} ({call.function})"] += times
-        said |= dict.fromkeys(sentences)
-    rows = [Problem(case, dict(places), tuple(said)) for case, places, said in groups.values()]
+        _, call_sites, missing = groups.setdefault(case or sentences, (case, Counter(), {}))
+        call_sites[f"{call.place} ({call.function})"] += times
+        missing |= dict.fromkeys(sentences)
+    rows = [Problem(case, dict(call_sites), tuple(missing)) for case, call_sites, missing in groups.values()]
     return tuple(sorted(rows, key=lambda row: row.case is None))
 
 
@@ -81,13 +81,13 @@ def to_toml(rows: tuple[Problem, ...], origin: str) -> str:
     lines = [f"The attention calls of {origin}: {_number(total, 'call')}, {_number(len(rows), 'problem')}."]
     parts = [_comments(lines)]
     for row in rows:
-        where = [f"{place} x {n}" if len(row.places) > 1 else place for place, n in row.places.items()]
+        where = [f"{place} x {n}" if len(row.call_sites) > 1 else place for place, n in row.call_sites.items()]
         head = [f"{_number(row.count, 'call')}: {', '.join(where)}"]
         if row.case is None:
             parts.append(_comments([*head, *(f"left out: {sentence}" for sentence in row.sentences)]))
         else:
-            said = [f"not said here: {sentence}" for sentence in row.sentences]
-            parts.append(_comments([*head, *said]) + _table(row.case))
+            missing = [f"not said here: {sentence}" for sentence in row.sentences]
+            parts.append(_comments([*head, *missing]) + _table(row.case))
     return "\n".join(parts)
 
 
@@ -104,13 +104,13 @@ def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
         return None, ("one query that is causal without a position: it sees the first key alone.",)
     try:
         case = nearest_case(spec, decode=decode, needs_grad=mark.differentiated)
-        said = spec_of(case)
+        missing = spec_of(case)
     except (InputError, ValueError) as error:
         return None, (str(error),)
     sentences = [
         _sentence(field.name, getattr(spec, field.name), spec)
         for field in dataclasses.fields(AttentionSpec)
-        if field.name != "needs_grad" and getattr(spec, field.name) != getattr(said, field.name)
+        if field.name != "needs_grad" and getattr(spec, field.name) != getattr(missing, field.name)
     ]
     if decode and mark.differentiated:
         sentences.append("gradients of one query")
@@ -118,7 +118,7 @@ def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
 
 
 def _sentence(name: str, value: Any, spec: AttentionSpec) -> str:
-    return UNSAID.get(name, f"{name} = {{value}}").format(value=value, keys=spec.key_value_length)
+    return NOT_IN_A_CASE.get(name, f"{name} = {{value}}").format(value=value, keys=spec.key_value_length)
 
 
 def _table(case: OpCase) -> str:

@@ -1,8 +1,8 @@
-"""What a mask array says in the words of the contract, and what the array costs.
+"""Which arguments of ``attention`` replace a mask array, and what the array costs.
 
-flax's layers describe every mask as an array of booleans. Many of these arrays say what a flag, lengths or segment ids
-say, which a kernel can skip blocks by. :func:`read` compares an array with each of these forms on the numbers of the
-caller's own batch; :func:`cost` times one call both ways.
+flax's layers describe every mask as an array of booleans. Many of these arrays equal a flag, lengths or segment ids, by
+which a kernel can skip blocks. :func:`read` compares an array with each of these forms for the caller's batch;
+:func:`cost` times one call both ways.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Said:
+class Description:
     """Arguments of ``attention`` that mean the same as a mask array on this batch, and how a caller writes them."""
 
-    words: str
+    text: str
     arguments: dict[str, Any]
 
 
-def read(mask: Bool[np.ndarray, "#batch #heads #q_len #kv_len"], spec: AttentionSpec) -> Said | None:
-    """The first form that says what ``mask`` says for every entry of the batch; None where none does."""
+def read(mask: Bool[np.ndarray, "#batch #heads #q_len #kv_len"], spec: AttentionSpec) -> Description | None:
+    """The first form that equals ``mask`` for every entry of the batch; None where none does."""
     batch, queries, keys = spec.batch, spec.query_length, spec.key_value_length
     if (mask != mask[:, :1]).any():
         return None
     whole = np.broadcast_to(mask[:, 0], (batch, queries, keys))
-    return next((said for form, said in _forms(whole) if (form == whole).all()), None)
+    return next((description for form, description in _forms(whole) if (form == whole).all()), None)
 
 
-def _forms(mask: Bool[np.ndarray, "b t s"]) -> Iterator[tuple[np.ndarray, Said]]:
-    """Masks that flags, lengths and segment ids make, each with how it is said; the plainest first."""
+def _forms(mask: Bool[np.ndarray, "b t s"]) -> Iterator[tuple[np.ndarray, Description]]:
+    """Masks that flags, lengths and segment ids make, each with its description; the plainest first."""
     _, queries, keys = mask.shape
     causal = np.arange(keys)[None] <= np.arange(queries)[:, None]
     slots, everything = np.arange(keys), np.ones((queries, keys), bool)
@@ -53,19 +53,19 @@ def _forms(mask: Bool[np.ndarray, "b t s"]) -> Iterator[tuple[np.ndarray, Said]]
     shapes = [(everything, "", {})]
     if queries == keys > 1:
         shapes.append((causal, "is_causal=True", {"is_causal": True}))
-    for shape, words, flags in shapes:
-        yield shape[None], Said(words or "no mask", flags)
-    for shape, words, flags in shapes:
-        said = ", ".join(filter(None, (words, f"key_value_seq_lengths={_shortened(lengths)}")))
-        yield shape & filled, Said(said, flags | by_length)
+    for shape, text, flags in shapes:
+        yield shape[None], Description(text or "no mask", flags)
+    for shape, text, flags in shapes:
+        description = ", ".join(filter(None, (text, f"key_value_seq_lengths={_shortened(lengths)}")))
+        yield shape & filled, Description(description, flags | by_length)
     if queries != keys:
         return
     ids = _documents(mask)
     same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    for shape, words, flags in shapes:
-        said = ", ".join(filter(None, (words, "query_segment_ids and key_value_segment_ids")))
-        yield shape & same, Said(f"{said} ({int(ids.max()) + 1} documents, padding -1)", flags | segments)
+    for shape, text, flags in shapes:
+        description = ", ".join(filter(None, (text, "query_segment_ids and key_value_segment_ids")))
+        yield shape & same, Description(f"{description} ({int(ids.max()) + 1} documents, padding -1)", flags | segments)
 
 
 def _documents(mask: Bool[np.ndarray, "b t t"]) -> Int[np.ndarray, "b t"]:
@@ -80,23 +80,23 @@ def _documents(mask: Bool[np.ndarray, "b t t"]) -> Int[np.ndarray, "b t"]:
 def sentences(found: Harvest) -> Iterator[str]:
     """For each place that passes such an array: what to write instead, and what the array costs on this machine."""
     reported: set[tuple[str, str]] = set()
-    for index, given in sorted((found.masks or {}).items()):
-        call, mask = found.calls[index], given != 0  # flax makes masks of floats
-        said = read(mask, call.spec) if call.spec is not None and mask.ndim == 4 else None
-        if call.spec is None or said is None or (call.place, said.words) in reported:
+    for index, mask_array in sorted((found.masks or {}).items()):
+        call, mask = found.calls[index], mask_array != 0  # flax makes masks of floats
+        description = read(mask, call.spec) if call.spec is not None and mask.ndim == 4 else None
+        if call.spec is None or description is None or (call.place, description.text) in reported:
             continue
-        reported.add((call.place, said.words))
-        ratio = cost(mask, said, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
+        reported.add((call.place, description.text))
+        ratio = cost(mask, description, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
         took = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long with auto on this machine"
-        yield f"{call.place}: the mask array {list(mask.shape)} says {said.words} on this batch{took}."
+        yield f"{call.place}: the mask array {list(mask.shape)} says {description.text} on this batch{took}."
 
 
 def _shortened(lengths: Int[np.ndarray, " b"]) -> str:
-    shown = ", ".join(map(str, lengths[:4].tolist()))
-    return f"[{shown}{', ...' if len(lengths) > 4 else ''}]"
+    shortened = ", ".join(map(str, lengths[:4].tolist()))
+    return f"[{shortened}{', ...' if len(lengths) > 4 else ''}]"
 
 
-def cost(mask: Bool[np.ndarray, "..."], said: Said, spec: AttentionSpec) -> Interval | None:
+def cost(mask: Bool[np.ndarray, "..."], description: Description, spec: AttentionSpec) -> Interval | None:
     """The time of the call with the array relative to the call with ``said``, both jitted, in the same rounds."""
     rng = np.random.default_rng(0)
     heads = {"query": (spec.query_length, spec.num_heads), "key": (spec.key_value_length, spec.num_kv_heads)}
@@ -104,8 +104,8 @@ def cost(mask: Bool[np.ndarray, "..."], said: Said, spec: AttentionSpec) -> Inte
         jnp.asarray(rng.standard_normal((spec.batch, *shape, spec.head_dim), np.float32), spec.dtype)
         for shape in heads.values()
     )
-    flags = {name: x for name, x in said.arguments.items() if isinstance(x, bool)}
-    arrays = {name: jnp.asarray(x) for name, x in said.arguments.items() if name not in flags}
+    flags = {name: x for name, x in description.arguments.items() if isinstance(x, bool)}
+    arrays = {name: jnp.asarray(x) for name, x in description.arguments.items() if name not in flags}
     ways = [({"mask": jnp.asarray(mask)}, {}), (arrays, flags)]
     calls = []
     for operands, fixed in ways:

@@ -79,7 +79,7 @@ class _Attention:
 
     resolutions: Resolutions
     options: dict[str, Any]
-    kept: tuple[Kept, ...]
+    selected: tuple[Kept, ...]
     lines: tuple[str, ...]
 
     @property
@@ -159,8 +159,8 @@ def _against(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
 
 def _compared(nats: np.ndarray, theirs: np.ndarray, other: _Attention) -> _Compared:
     """Nats per token more than ``theirs``, with a 95% interval over the sequences."""
-    own, beside = (tuple(map(float, x.mean(1))) for x in (nats, theirs))
-    lost = paired_difference(own, beside) if np.isfinite((own, beside)).all() else None
+    mine, beside = (tuple(map(float, x.mean(1))) for x in (nats, theirs))
+    lost = paired_difference(mine, beside) if np.isfinite((mine, beside)).all() else None
     if lost is None:
         return _Compared({}, {}, f"compared with {other.name}: nothing, since losses are not finite")
     figures = {"against_perplexity": float(np.exp(np.mean(beside))), "nats_lost": lost.value}
@@ -201,10 +201,10 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     lines: list[str] = []
     for kind, found in resolutions:
         of = f" of {kind} layers" if len(resolutions) > 1 else ""
-        asked = "" if found.mode == "native" and found.requested == found.backend.name else (
+        instead = "" if found.mode == "native" and found.requested == found.backend.name else (
             f" ({found.requested} was asked for)"
         )  # fmt: skip
-        lines += [f"backend{of}: {found.backend.name}{asked}", *(f"because {reason}" for reason in found.reasons)]
+        lines += [f"backend{of}: {found.backend.name}{instead}", *(f"because {reason}" for reason in found.reasons)]
         if found.mode == "fallback":
             lines += [f"the options of {request.backend} were not used: another backend ran"] if options else []
             continue
@@ -212,9 +212,9 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
         lines += [f"note: {note}" for note in plan.notes]
         if not found.backend.exact and not isinstance(found.backend, SelectsKeys):
             lines.append(f"kept: {found.backend.name} is approximate and does not say what it keeps")
-    kept = kept_of(resolutions, options, config)
-    lines += [line for one in kept for line in one.lines] + list(sources if kept else ())
-    return _Attention(resolutions, options, kept, tuple(lines))
+    selected = kept_of(resolutions, options, config)
+    lines += [line for one in selected for line in one.lines] + list(sources if selected else ())
+    return _Attention(resolutions, options, selected, tuple(lines))
 
 
 def options_of(
@@ -247,20 +247,20 @@ def _judged(
     """What was measured, and its figures as lines. A loss that is not finite has no figure: the status is ``wrong``."""
     finite, low = bool(np.isfinite(nats).all()), unigram_bits(rows)
     by = f"by {attention.name}" + "".join(
-        f", which kept {kept.pairs:.4f} of the causal pairs" for kept in attention.kept
+        f", which kept {selected.pairs:.4f} of the causal pairs" for selected in attention.selected
     )
     quality = {"sequences": float(len(nats))}
-    for kept in attention.kept:
-        quality |= kept.figures
+    for selected in attention.selected:
+        quality |= selected.figures
     error, notes, lines = None, [*attention.lines], []
     if finite:
         mean = float(nats.mean())
         quality |= {"perplexity": float(np.exp(mean)), "nll_mean": mean}
         lines.append(f"perplexity per token: {np.exp(mean):.4f} over {nats.size} tokens ({mean:.4f} nats), {by}")
         if bytes_per_token is not None:
-            own, other = bits(mean, bytes_per_token), low / bytes_per_token
-            quality |= {"bits_per_byte": own, "unigram_bits_per_byte": other}
-            lines.append(f"bits per byte: {own:.4f}, unigram model: {other:.4f}")
+            mine, other = bits(mean, bytes_per_token), low / bytes_per_token
+            quality |= {"bits_per_byte": mine, "unigram_bits_per_byte": other}
+            lines.append(f"bits per byte: {mine:.4f}, unigram model: {other:.4f}")
         if compared is not None:
             quality |= compared.figures
             lines.append(compared.line)
@@ -277,7 +277,7 @@ def _judged(
     outcome = Outcome(
         status="ok" if finite else "wrong",
         error=error,
-        notes=(*notes, *_asked(request, attention)),
+        notes=(*notes, *_flags(request, attention)),
         tokens=int(nats.size),
         quality=quality,
         series={"nll": tuple(map(float, nats.mean(1))), **(compared.series if compared else {})} if finite else {},
@@ -307,7 +307,7 @@ def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) ->
     )
 
 
-def _asked(request: StreamRequest, attention: _Attention) -> Iterator[str]:
+def _flags(request: StreamRequest, attention: _Attention) -> Iterator[str]:
     """Notes on what the case does not say: text, batch and options."""
     text = "random tokens" if request.random_tokens else request.text or "the held-out prose that ships with Python"
     yield f"text: {text}; batch: {request.batch}"

@@ -223,7 +223,7 @@ class Record(Measured):
         try:
             data = typed.parse_json(line)
             if isinstance(data, dict) and data.get("schema") != SCHEMA_VERSION:
-                found = typed.given(data.get("schema"))
+                found = typed.quoted(data.get("schema"))
                 raise RecordError(f"schema = {found}; this version reads schema {SCHEMA_VERSION}")
             return typed.convert(_as_now(data), Record)
         except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Literal
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.devices import cpu_name
 
-from .cell import Asked, Cell
+from .cell import Cell, Request
 from .grid.executors import one_after_another
 from .grid.grid import Grid
 from .grid.references import References
@@ -35,7 +35,7 @@ def cell_of(
     """The cell of a backend on a mesh; ``exchange`` counts where the mesh divides the context."""
     exchange = exchange if "context" in mesh else None
     case = ShardedCase(problem=problem, mesh=mesh, exchange=exchange, processes=processes)
-    (cell,) = SHARDED.cells(case, Asked(rows=(backend,), cases=(case,)))
+    (cell,) = SHARDED.cells(case, Request(rows=(backend,), cases=(case,)))
     return cell
 
 

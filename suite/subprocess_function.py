@@ -1,7 +1,7 @@
-"""A user's function in a process of its own, behind the contract: who judges it calls it with arrays alone.
+"""A user's function in a subprocess, behind the contract: the judge calls it with arrays alone.
 
-Neither the oracle nor a seed is in its process. An argument is an array, a number, or the words of a mask. Who calls it
-traces a callback in its place, which hands the arrays over as files in the folder of the other process.
+Neither the oracle nor a seed is in the subprocess. An argument is an array, a number, or the text of a mask. The judge
+traces a callback instead of the function. The callback writes the arrays to files in the folder of the subprocess.
 """
 
 from __future__ import annotations
@@ -57,44 +57,44 @@ class SubprocessFunction:
 
     def __call__(self, query: Any, key: Any, value: Any, **keywords: Any) -> Any:
         """The output, whose gradients are computed there too."""
-        given = {"query": query, "key": key, **({} if value is None else {"value": value})}
-        given |= {name: x for name, x in keywords.items() if hasattr(x, "dtype")}
-        settings = {name: _words(name, x) for name, x in keywords.items() if name not in given}
-        shapes = {name: (x.shape, str(x.dtype)) for name, x in given.items()}
-        call = jax.custom_vjp(lambda given: self._called(outputs, settings, shapes, given))
+        inputs = {"query": query, "key": key, **({} if value is None else {"value": value})}
+        inputs |= {name: x for name, x in keywords.items() if hasattr(x, "dtype")}
+        settings = {name: _encoded(name, x) for name, x in keywords.items() if name not in inputs}
+        shapes = {name: (x.shape, str(x.dtype)) for name, x in inputs.items()}
+        call = jax.custom_vjp(lambda inputs: self._called(outputs, settings, shapes, inputs))
 
-        def pulled(given: dict[str, Any], cotangent: Any) -> tuple[dict[str, Any]]:
+        def pulled(inputs: dict[str, Any], cotangent: Any) -> tuple[dict[str, Any]]:
             ends = {f"cotangent {i}": x for i, x in enumerate(jax.tree.leaves(cotangent))}
-            found = self._called(gradients, settings, shapes | _shapes(ends), given | ends)
-            return ({name: found.get(name) for name in given},)
+            found = self._called(gradients, settings, shapes | _shapes(ends), inputs | ends)
+            return ({name: found.get(name) for name in inputs},)
 
-        call.defvjp(lambda given: (call(given), given), pulled)
-        return call(given)
+        call.defvjp(lambda inputs: (call(inputs), inputs), pulled)
+        return call(inputs)
 
     def anew(self, threads: int | None) -> SubprocessFunction:
         """The function in a new process, with that number of threads."""
         return dataclasses.replace(self, process=self.start(threads))
 
     def _called(
-        self, function: Callable[..., Any], settings: dict[str, Any], shapes: Mapping[str, Any], given: dict[str, Any]
+        self, function: Callable[..., Any], settings: dict[str, Any], shapes: Mapping[str, Any], inputs: dict[str, Any]
     ) -> Any:
         call = (function.__name__, self.reference, json.dumps(settings, sort_keys=True))
-        form = self._asked(outline, *call, {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()})
+        form = self._call(outline, *call, {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()})
 
-        def there(given: dict[str, Any]) -> Any:
+        def there(inputs: dict[str, Any]) -> Any:
             sent, answer = (self.process.folder() / uuid.uuid4().hex for _ in range(2))
-            arrays.save(sent, given)
-            self._asked(computed, *call, sent, answer)
+            arrays.save(sent, inputs)
+            self._call(computed, *call, sent, answer)
             sent.unlink()
             found = arrays.load(answer)
             answer.unlink()
             return found
 
         leaves = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (shape, dtype) in form.items()}
-        found = jax.pure_callback(there, leaves, given, vmap_method="sequential")
+        found = jax.pure_callback(there, leaves, inputs, vmap_method="sequential")
         return found if function is gradients else _made(found)
 
-    def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return self.process.ask(function, *arguments)
         except CellFailure as failure:
@@ -135,32 +135,32 @@ def found_out(reference: str) -> dict[str, Any]:
 
 def outline(name: str, reference: str, settings: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict:
     """In the function's process: shape and dtype of each result by name. What JAX raises for the program is raised."""
-    given = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in shapes.items()}
-    return _shapes(_program(name, reference, settings).lower(given).out_info)
+    inputs = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in shapes.items()}
+    return _shapes(_program(name, reference, settings).lower(inputs).out_info)
 
 
-def computed(name: str, reference: str, settings: str, given: Path, answer: Path) -> None:
+def computed(name: str, reference: str, settings: str, inputs: Path, answer: Path) -> None:
     """In the function's process: write the results for the arrays in a file."""
-    found = _program(name, reference, settings)(jax.device_put(arrays.load(given)))
+    found = _program(name, reference, settings)(jax.device_put(arrays.load(inputs)))
     arrays.save(answer, found)
 
 
-def outputs(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def outputs(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
     """The results of a call by name."""
-    rest = {name: x for name, x in given.items() if name not in _INPUTS and not name.startswith("cotangent ")}
-    found = function(*(given.get(name) for name in _INPUTS), **rest)
+    rest = {name: x for name, x in inputs.items() if name not in _INPUTS and not name.startswith("cotangent ")}
+    found = function(*(inputs.get(name) for name in _INPUTS), **rest)
     form = "pair" if isinstance(found, tuple | list) else "one"
     return {f"{form} {i}": x for i, x in enumerate(jax.tree.leaves(found))}
 
 
-def gradients(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def gradients(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
     """The gradients by argument, for the cotangents among the arrays."""
     floats = {
-        name: x for name, x in given.items()
+        name: x for name, x in inputs.items()
         if jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("cotangent ")
     }  # fmt: skip
-    found, pull = jax.vjp(lambda floats: list(outputs(function, given | floats).values()), floats)
-    return pull([given[f"cotangent {i}"] for i in range(len(found))])[0]
+    found, pull = jax.vjp(lambda floats: list(outputs(function, inputs | floats).values()), floats)
+    return pull([inputs[f"cotangent {i}"] for i in range(len(found))])[0]
 
 
 _PROGRAMS = {"outputs": outputs, "gradients": gradients}
@@ -168,8 +168,8 @@ _PROGRAMS = {"outputs": outputs, "gradients": gradients}
 
 @functools.cache
 def _program(name: str, reference: str, settings: str) -> Any:
-    words: dict[str, Any] = {key: _setting(key, x) for key, x in json.loads(settings).items()}
-    function = functools.partial(_loaded(reference).function, **words)
+    keywords: dict[str, Any] = {key: _decoded(key, x) for key, x in json.loads(settings).items()}
+    function = functools.partial(_loaded(reference).function, **keywords)
     return jax.jit(functools.partial(_PROGRAMS[name], function))
 
 
@@ -184,18 +184,18 @@ def _made(found: Mapping[str, Any]) -> Any:
     return tuple(leaves) if any(name.startswith("pair") for name in found) else leaves[0]
 
 
-def _words(name: str, setting: Any) -> Any:
-    """A setting as JSON. Raises SubprocessFunctionError for a function that another process cannot be told."""
-    if name == "mask_function" and (words := masks.words_of(setting)):
-        return words
+def _encoded(name: str, setting: Any) -> Any:
+    """A setting as JSON. Raises SubprocessFunctionError for a function that has no name in another process."""
+    if name == "mask_function" and (encoded := masks.words_of(setting)):
+        return encoded
     if name == "score_function" and setting in _SCORES.values():
         return next(word for word, function in _SCORES.items() if function is setting)
     if callable(setting):
-        raise SubprocessFunctionError(f"ValueError: {name}={setting!r} cannot be told to another process.")
+        raise SubprocessFunctionError(f"ValueError: {name}={setting!r} has no name that another process knows.")
     return setting
 
 
-def _setting(name: str, word: Any) -> Any:
+def _decoded(name: str, word: Any) -> Any:
     if name == "mask_function":
         return masks.parse(word)
     if name == "score_function":

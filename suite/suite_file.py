@@ -135,8 +135,8 @@ def expanded(table: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise InputError(f"{key} = [] lists no value; give one or more.")
     if "name" in table:
         raise InputError(
-            f"name = {typed.given(table['name'])} cannot name the cases of a sweep ({', '.join(lists)}); leave it out, "
-            "and each case is named after its fields."
+            f"name = {typed.quoted(table['name'])} cannot name the cases of a sweep ({', '.join(lists)}); leave it "
+            "out, and each case is named after its fields."
         )
     count = math.prod(map(len, lists.values()))
     if count > MOST_CASES:

@@ -285,7 +285,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in now:
             if before.get(name) != now[name]:
-                was, found = typed.given(before.get(name)), typed.given(now[name])
+                was, found = typed.quoted(before.get(name)), typed.quoted(now[name])
                 return f"--resume: the run had {name}={was}, now it is {found}; they must be equal."
     return f"--resume: {key} differs from that of the run; resume with what it was started with."
 

@@ -71,7 +71,7 @@ def tunable(wanted: Sequence[str] | None, target: Target | None) -> tuple[str, .
 class TuneGrid(Grid):
     """What to tune, checked: for this machine, or for an absent ``target``. ``command`` is the command line.
 
-    ``given`` are options of the backend that hold for every candidate. After ``minutes`` no further cell is begun.
+    ``fixed`` are options of the backend that hold for every candidate. After ``minutes`` no further cell is begun.
     """
 
     suite: str = SUITE
@@ -79,7 +79,7 @@ class TuneGrid(Grid):
     cases: tuple[OpCase, ...]
     target: Target | None
     command: str
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: float | None = None
 
     def look(self) -> tuple[Environment, list[Cell]]:
@@ -92,7 +92,7 @@ class TuneGrid(Grid):
         """The flags of the command line, but for the target."""
         flags: dict[str, Scalar] = {"backends": ",".join(self.backends)}
         flags |= {"cases": ",".join(case.name for case in self.cases)}
-        return flags | ({"options": json.dumps(dict(self.given), sort_keys=True)} if self.given else {})
+        return flags | ({"options": json.dumps(dict(self.fixed), sort_keys=True)} if self.fixed else {})
 
     def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of the grid, with the target that is tuned for."""
@@ -147,42 +147,42 @@ def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
 
 def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:
     """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
-    asked = [(cell.row, case_of(cell.problem)) for cell in cells]
+    problems = [(cell.row, case_of(cell.problem)) for cell in cells]
     if request.target is not None:
-        return count_candidates(asked, request.target, request.given)
+        return count_candidates(problems, request.target, request.fixed)
     try:
         with Worker(request.limits.memory) as worker:
-            return worker.ask(request.limits.seconds, count_candidates, asked, None, dict(request.given))
+            return worker.ask(request.limits.seconds, count_candidates, problems, None, dict(request.fixed))
     except CellFailure as failure:
         raise InputError(f"the backends do not say what they have to try: {failure.message}") from failure
 
 
 def count_candidates(
-    asked: Sequence[tuple[str, OpCase]], target: Target | None, given: Mapping[str, Any]
+    problems: Sequence[tuple[str, OpCase]], target: Target | None, fixed: Mapping[str, Any]
 ) -> list[int | str]:
     """For each backend and case how many candidates there are to try, or the sentence that says why none is.
 
     Without a ``target`` they are for the device of this process.
     """
     found: list[int | str] = []
-    for name, case in asked:
+    for name, case in problems:
         try:
-            found.append(len(_supported(name, case, target or Target.here(), given)[1]))
+            found.append(len(_supported(name, case, target or Target.here(), fixed)[1]))
         except InputError as reason:
             found.append(str(reason))
     return found
 
 
 def _supported(
-    name: str, case: OpCase, target: Target, given: Mapping[str, Any]
+    name: str, case: OpCase, target: Target, fixed: Mapping[str, Any]
 ) -> tuple[Backend, list[dict[str, Any]]]:
     """The backend, and its candidates. Raises InputError where it cannot be tuned for this."""
     backend, mode = registry.get(name), "native" if target.present else "compile"
     if not isinstance(backend, Tunable):
         raise InputError(f"backend {name!r} has nothing to tune.")
-    if not (answer := support(backend, spec_of(case), target, mode, dict(given))):
+    if not (answer := support(backend, spec_of(case), target, mode, dict(fixed))):
         raise InputError(f"case {case.name}: {' '.join(answer.reasons)}")
-    return backend, _candidates(backend, case, target, given)
+    return backend, _candidates(backend, case, target, fixed)
 
 
 def _work(cell: Cell, candidates: int | str) -> float:
@@ -205,7 +205,7 @@ def _record(cell: Cell, request: TuneGrid, references: References, context: RunC
             if request.target is None:
                 tried = _measure(case, cell.row, references, request)
             else:
-                tried = rank_candidates(case, cell.row, request.target, request.given, request.limits)
+                tried = rank_candidates(case, cell.row, request.target, request.fixed, request.limits)
     except CellFailure as failure:
         return each.failed(context, failure)
     except InputError as refusal:
@@ -219,44 +219,44 @@ def _measure(case: OpCase, name: str, references: References, request: TuneGrid)
     """:func:`try_candidates` in a process of its own."""
     with Worker(request.limits.memory) as worker:
         worker.ask(request.limits.seconds, work.pin_pool)
-        call = (try_candidates, case, name, references.path(case), dict(request.given))
+        call = (try_candidates, case, name, references.path(case), dict(request.fixed))
         return worker.ask(request.limits.seconds * 5, *call)
 
 
-def _candidates(backend: Any, case: OpCase, target: Target, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options to try, the defaults first. Raises InputError for ``given`` options that the backend does not take.
+def _candidates(backend: Any, case: OpCase, target: Target, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options to try, the defaults first. Raises InputError for ``fixed`` options that the backend does not take.
 
-    An option that is given is not tried.
+    A fixed option is not tried.
     """
     try:
-        if given:
-            program = abstract_program(case, backend, target, given)
+        if fixed:
+            program = abstract_program(case, backend, target, fixed)
             jax.eval_shape(program.function, *program.arguments)
-        default = dict(backend.defaults(spec_of(case), target, given))
-        others = map(dict, backend.candidates(spec_of(case), target, given))
+        default = dict(backend.defaults(spec_of(case), target, fixed))
+        others = map(dict, backend.candidates(spec_of(case), target, fixed))
     except ValueError as error:
         raise InputError(f"--options: {error}") from error
-    tried = [{name: value for name, value in each.items() if name not in given} for each in (default, *others)]
+    tried = [{name: value for name, value in each.items() if name not in fixed} for each in (default, *others)]
     return [each for i, each in enumerate(tried) if each not in tried[:i]]
 
 
 def rank_candidates(
-    case: OpCase, name: str, target: Target, given: Mapping[str, Any], limits: Limits
+    case: OpCase, name: str, target: Target, fixed: Mapping[str, Any], limits: Limits
 ) -> list[dict[str, Any]]:
     """Facts about every candidate's kernels, the defaults first; no kernel is run."""
     backend, spec = registry.get(name), spec_of(case)
     if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels | CountsWork):
         raise InputError(f"backend {name!r} cannot be compiled for {target} from here; tune it on such a device.")
-    candidates = _supported(name, case, target, given)[1]
+    candidates = _supported(name, case, target, fixed)[1]
     if isinstance(backend, CompilesKernels):
-        return [compile_kernels(backend, spec, target, {**given, **options}) for options in candidates]
+        return [compile_kernels(backend, spec, target, {**fixed, **options}) for options in candidates]
     if (absent := topologies.missing(target)) is not None:
         raise InputError(absent)
-    return _compile_each(case, name, target, given, candidates, limits)
+    return _compile_each(case, name, target, fixed, candidates, limits)
 
 
 def _compile_each(
-    case: OpCase, name: str, target: Target, given: Mapping[str, Any], candidates: Sequence[dict[str, Any]],
+    case: OpCase, name: str, target: Target, fixed: Mapping[str, Any], candidates: Sequence[dict[str, Any]],
     limits: Limits,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The candidates' facts from a process for ``target``; a candidate that ends it has another after it."""
@@ -270,7 +270,7 @@ def _compile_each(
         start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
         process = stack.enter_context(contextlib.closing(Restarting(start)))
         for options in candidates:
-            call = (compile_candidate, case, name, target, options, dict(given), dump)
+            call = (compile_candidate, case, name, target, options, dict(fixed), dump)
             try:
                 tried.append(process.ask(limits.seconds, *call))
             except CellFailure as failure:
@@ -278,11 +278,11 @@ def _compile_each(
     return tried
 
 
-def try_candidates(case: OpCase, name: str, reference: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def try_candidates(case: OpCase, name: str, reference: Path, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """In a worker: every candidate's samples, or why it failed, as a ``Trial``. The defaults come first."""
     target = Target.here()
-    backend, tried = _supported(name, case, target, given)
-    candidates = [_try(case, backend, options, given, target, reference) for options in tried]
+    backend, tried = _supported(name, case, target, fixed)
+    candidates = [_try(case, backend, options, fixed, target, reference) for options in tried]
     ready = [candidate for candidate in candidates if candidate.error is None]
     _sample(ready, FIRST_ROUNDS)
     ranked = sorted(ready, key=lambda candidate: statistics.median(candidate.samples).value)
@@ -301,9 +301,9 @@ class _Candidate:
 
 
 def _try(
-    case: OpCase, backend: Backend, options: dict[str, Any], given: Mapping[str, Any], target: Target, reference: Path
+    case: OpCase, backend: Backend, options: dict[str, Any], fixed: Mapping[str, Any], target: Target, reference: Path
 ) -> _Candidate:
-    whole = {**given, **options}
+    whole = {**fixed, **options}
     try:
         program = op_program(case, backend, "native", target, options=whole)
         compiled = speed.compile_program(program.function, program.arguments)

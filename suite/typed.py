@@ -1,7 +1,7 @@
 """Data from outside (JSON, TOML) as typed data, or a sentence that says what is wrong with it.
 
 msgspec checks types, and bounds in annotations. This module adds two checks for dataclasses and TypedDicts: unknown
-keys are refused, and an error sentence says what was given and what is accepted.
+keys are refused, and an error sentence says which value was found and which values is accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from attnsuite.sentences import given as given
+from attnsuite.sentences import quoted as quoted
 
 # Control characters but for tab and newline, and those that turn the direction of what follows; then how JSON has them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -38,21 +38,21 @@ Scalar = None | bool | Whole | Real | str
 _WORDS = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
 
 
-def convert(data: Any, kind: Any) -> Any:
-    """``data`` as a ``kind``. Raises ValueError with one sentence less its full stop, and the errors of ``kind``.
+def convert(data: Any, type_: Any) -> Any:
+    """``data`` as a ``type_``. Raises ValueError with one sentence less its full stop, and the errors of ``type_``.
 
     >>> convert({"cores": "two"}, dict[str, Count])
     Traceback (most recent call last):
     ValueError: cores = 'two' must be an integer from 1 to 2147483647
     """
     try:
-        for sentence in _unknown(data, kind):
+        for sentence in _unknown(data, type_):
             raise ValueError(sentence)
-        return msgspec.convert(data, kind, strict=True)
+        return msgspec.convert(data, type_, strict=True)
     except msgspec.ValidationError as error:
-        if error.__cause__ is not None:  # raised by a dataclass's own check
+        if error.__cause__ is not None:  # raised by the check of a dataclass
             raise error.__cause__ from None
-        raise ValueError(_sentence(data, [kind])) from error
+        raise ValueError(_sentence(data, [type_])) from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -67,7 +67,7 @@ def parse_json(text: bytes) -> Any:
         return _all_printable(data) if _MAY_CONTROL.search(text) else data
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except ValueError as error:  # msgspec's own, and UnicodeDecodeError
+    except ValueError as error:  # of msgspec, and UnicodeDecodeError
         raise ValueError(f"it is not JSON: {error}") from error
 
 
@@ -120,8 +120,8 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _has_fields(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind) or is_typeddict(kind)
+def _has_fields(type_: Any) -> bool:
+    return dataclasses.is_dataclass(type_) or is_typeddict(type_)
 
 
 def _whole_characters(text: bytes) -> bytes:
@@ -131,18 +131,18 @@ def _whole_characters(text: bytes) -> bytes:
     return json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _unknown(data: Any, kind: Any) -> Iterator[str]:
+def _unknown(data: Any, type_: Any) -> Iterator[str]:
     """A sentence for every table that has a key unknown to its dataclass."""
-    if get_origin(kind) in (Union, types.UnionType):
-        for each in get_args(kind):
+    if get_origin(type_) in (Union, types.UnionType):
+        for each in get_args(type_):
             yield from _unknown(data, each)
         return
     if isinstance(data, Mapping):
-        hints = _hints(kind) if _has_fields(kind) else None
+        hints = _hints(type_) if _has_fields(type_) else None
         if hints is not None and (unknown := [key for key in data if key not in hints]):
-            yield f"it has no key {', '.join(map(given, unknown[:3]))}; its keys are {', '.join(hints)}"
+            yield f"it has no key {', '.join(map(quoted, unknown[:3]))}; its keys are {', '.join(hints)}"
     for name, value in _items(data):
-        for inner in _inner(kind, name):
+        for inner in _inner(type_, name):
             yield from _unknown(value, inner)
 
 
@@ -152,56 +152,56 @@ def _items(data: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(data)) if isinstance(data, list | tuple) else []
 
 
-def _inner(kind: Any, name: Any) -> list[Any]:
-    """The types accepted under ``name`` in a table or list of type ``kind``."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return [inner for each in get_args(kind) for inner in _inner(each, name)]
-    if _has_fields(kind):
-        return [hint for field, hint in _hints(kind).items() if field == name]
-    if isinstance(name, str) == (get_origin(kind) is dict) and get_origin(kind) in (dict, list, tuple):
-        return [get_args(kind)[-1 if isinstance(name, str) else 0]]
+def _inner(type_: Any, name: Any) -> list[Any]:
+    """The types accepted under ``name`` in a table or list ``type_``."""
+    if get_origin(type_) in (Union, types.UnionType):
+        return [inner for each in get_args(type_) for inner in _inner(each, name)]
+    if _has_fields(type_):
+        return [hint for field, hint in _hints(type_).items() if field == name]
+    if isinstance(name, str) == (get_origin(type_) is dict) and get_origin(type_) in (dict, list, tuple):
+        return [get_args(type_)[-1 if isinstance(name, str) else 0]]
     return []
 
 
-def _sentence(data: Any, kinds: list[Any], place: str = "") -> str:
+def _sentence(data: Any, types_: list[Any], place: str = "") -> str:
     """What is wrong with data that fits none of the types, at the innermost place."""
     for name, value in _items(data):
-        inner = [each for kind in kinds for each in _inner(kind, name)]
+        inner = [each for type_ in types_ for each in _inner(type_, name)]
         if inner and not _fits(value, inner):
             return _sentence(value, inner, f"{place}.{name}" if place else str(name))
-    for kind in filter(_has_fields, kinds):
-        if isinstance(data, Mapping) and (missing := [name for name in _required(kind) if name not in data]):
+    for type_ in filter(_has_fields, types_):
+        if isinstance(data, Mapping) and (missing := [name for name in _required(type_) if name not in data]):
             return f"{place or 'it'} lacks the key {missing[0]}"
-    subject = f"{place} = {given(data)}" if place else f"it ({given(data)})"
-    return f"{subject} must be {' or '.join(accepted(each) for each in kinds)}"
+    subject = f"{place} = {quoted(data)}" if place else f"it ({quoted(data)})"
+    return f"{subject} must be {' or '.join(accepted(each) for each in types_)}"
 
 
-def _required(kind: Any) -> list[str]:
-    if is_typeddict(kind):
-        return [name for name in _hints(kind) if name in kind.__required_keys__]
-    return [field.name for field in dataclasses.fields(kind) if field.default is field.default_factory]  # both MISSING
+def _required(type_: Any) -> list[str]:
+    if is_typeddict(type_):
+        return [name for name in _hints(type_) if name in type_.__required_keys__]
+    return [field.name for field in dataclasses.fields(type_) if field.default is field.default_factory]  # both MISSING
 
 
-def _fits(value: Any, kinds: list[Any]) -> bool:
-    for kind in kinds:
+def _fits(value: Any, types_: list[Any]) -> bool:
+    for type_ in types_:
         with contextlib.suppress(ValueError):
-            msgspec.convert(value, kind, strict=True)
+            msgspec.convert(value, type_, strict=True)
             return True
     return False
 
 
-def accepted(kind: Any) -> str:
-    """The values of a type in words, for a sentence or a page."""
-    if get_origin(kind) in (Union, types.UnionType):
-        *others, last = (accepted(each) for each in get_args(kind))
+def accepted(type_: Any) -> str:
+    """The values of a type, for a sentence or a page."""
+    if get_origin(type_) in (Union, types.UnionType):
+        *others, last = (accepted(each) for each in get_args(type_))
         return f"{', '.join(others)} or {last}"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) is Annotated:
-        return accepted(get_args(kind)[0]) + _bounds(kind.__metadata__[0])
-    if get_origin(kind) in (list, tuple):
+    if get_origin(type_) is Literal:
+        return f"one of {', '.join(map(str, get_args(type_)))}"
+    if get_origin(type_) is Annotated:
+        return accepted(get_args(type_)[0]) + _bounds(type_.__metadata__[0])
+    if get_origin(type_) in (list, tuple):
         return "a list"
-    return _WORDS.get(kind, "a table")
+    return _WORDS.get(type_, "a table")
 
 
 def _bounds(meta: Meta) -> str:

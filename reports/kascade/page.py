@@ -52,7 +52,7 @@ def quality(own: Sequence[Group]) -> Iterator[Section]:
                 "pairs."
             )
         yield Section("kascade_quality", "Quality at the same kept fraction", (intro,),
-                      tuple(f"{code(m.name)}: {escape(m.told)}." for m in METHODS.values() if m.name in rows),
+                      tuple(f"{code(m.name)}: {escape(m.about)}." for m in METHODS.values() if m.name in rows),
                       tables=made, pictures=pictures, short=True)  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def loss(groups: Sequence[Group]) -> tuple[Sequence[Group], str | None] | None:
 
 PAGE = ExtensionPage(
     backend="kascade",
-    is_own=tables.is_kascade,
+    has_group=tables.is_kascade,
     opening=(guides,),
     parts=(gate, quality, speed),
     sentences=tables.sentences,

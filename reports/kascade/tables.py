@@ -111,14 +111,14 @@ def gate(groups: Sequence[Group]) -> tuple[Table, ...]:
             Column("reading", "reading"),
         )
         made.append(
-            table(f"kascade_gate_{_phase(group)}", f"{_phase(group).capitalize()}, {_told(group)}", columns, rows)
+            table(f"kascade_gate_{_phase(group)}", f"{_phase(group).capitalize()}, {_described(group)}", columns, rows)
         )
     return tuple(made)
 
 
 def _gate_row(cell: Cell, why: str | None) -> dict[str, Value]:
     record, method = cell.record, METHODS[cell.record.requested]
-    lead: dict[str, Value] = {"method": method.name, "told": method.told}
+    lead: dict[str, Value] = {"method": method.name, "told": method.about}
     if not is_trusted(record):
         return {**lead, "reading": record.error or record.status}
     if why is not None and not method.exact and not method.control:
@@ -172,7 +172,8 @@ def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
                 Column("mass_mean", "attention kept, mean"),
                 Column("mass_min", "least, per head and tile"),
             )
-            key, title = f"{kind}_{phase}", f"{'Text' if kind == TEXT else 'Retrieval'}, {phase}, {_told(members[0])}"
+            key = f"{kind}_{phase}"
+            title = f"{'Text' if kind == TEXT else 'Retrieval'}, {phase}, {_described(members[0])}"
             made.append(table(key, title, (*lead, *lost), rows))
             figured = [row for row in rows if any(row.get(column.key) is not None for column in near)]
             if figured:
@@ -183,7 +184,7 @@ def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
 def _quality_row(group: Group, cell: Cell, why: str | None) -> dict[str, Value]:
     record, method = cell.record, METHODS[cell.record.requested]
     share = number(100 * _problem(group)["top_k"])
-    lead: dict[str, Value] = {"top_k": share, "schedule": _schedule_told(group), "method": method.name}
+    lead: dict[str, Value] = {"top_k": share, "schedule": _schedule_name(group), "method": method.name}
     if not is_trusted(record):
         return {**lead, "reading": record.error or record.status}
     if why is not None and not method.exact and method.name not in BLIND:
@@ -211,10 +212,10 @@ def _bins(group: Group) -> list[tuple[str, float, float]]:
 
 def is_sweep(groups: Sequence[Group]) -> bool:
     """Whether the cases of quality differ in their schedule's rule, threshold or distance."""
-    return len({_schedule_told(group) for group in groups if group.kind in (TEXT, RETRIEVAL)}) > 1
+    return len({_schedule_name(group) for group in groups if group.kind in (TEXT, RETRIEVAL)}) > 1
 
 
-def _schedule_told(group: Group) -> str:
+def _schedule_name(group: Group) -> str:
     p = _problem(group)
     if p["schedule"] not in GREEDY_RULES:
         return str(p["schedule"])
@@ -244,7 +245,7 @@ def picture(groups: Sequence[Group]) -> Picture | None:
                     if is_trusted(cell.record) and cell.record.exact is False and value is not None:
                         at = 100 * figures["kept_pairs"]
                         name = cell.record.requested
-                        name = f"{name}, {_schedule_told(group)}" if swept and name == "kascade" else name
+                        name = f"{name}, {_schedule_name(group)}" if swept and name == "kascade" else name
                         lines.setdefault(name, []).append((at, value))
             kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
             if kept:
@@ -286,7 +287,7 @@ def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
 
 def _speed_row(group: Group, cell: Cell) -> dict[str, Value]:
     record = cell.record
-    lead: dict[str, Value] = {"case": _stack_told(group), "method": record.requested, "devices": record.devices}
+    lead: dict[str, Value] = {"case": _stack_name(group), "method": record.requested, "devices": record.devices}
     if is_trusted(record) and record.mode == "interpret":
         return {**lead, "error": record.accuracy.get("out"), "ran": "interpreted: accuracy only"}
     if cell.speed is None:
@@ -370,7 +371,7 @@ def _sentences(group: Group) -> Iterator[str]:
             dense = fastest_dense(group)
             if ratio and dense:
                 yield (
-                    f"**{_stack_told(group)}**: {code(name)} (approximate) takes {estimate(ratio)} {TIMES} the time "
+                    f"**{_stack_name(group)}**: {code(name)} (approximate) takes {estimate(ratio)} {TIMES} the time "
                     f"of the fastest dense, {code(dense.label)}."
                 )
 
@@ -412,7 +413,7 @@ def _ordered(group: Group) -> list[Cell]:
     return sorted(group.cells, key=lambda cell: (names.index(cell.record.requested), cell.record.devices))
 
 
-def _told(group: Group) -> str:
+def _described(group: Group) -> str:
     """The problem of a case of quality, in words."""
     p = _problem(group)
     share = f", {number(100 * p['top_k'])}% of the earlier keys" if group.kind == GATE else ""
@@ -422,7 +423,7 @@ def _told(group: Group) -> str:
     return f"{model}, S {p['sequence']}, {p['sequences']} sequences, {units}{share}{trained}"
 
 
-def _stack_told(group: Group) -> str:
+def _stack_name(group: Group) -> str:
     p = _problem(group)
     kind = "prefill" if group.kind == "kascade_prefill" else "decode"
     layers = "one layer" if p["layers"] == 1 else f"{p['layers']} layers, {p['anchors']} of them select"

@@ -57,7 +57,7 @@ def is_compiled(run: Run) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shown:
+class Content:
     """The records of the sections, and the ``numbers`` of their reasons."""
 
     records: tuple[Record, ...]
@@ -83,7 +83,7 @@ class Shown:
     def _taking(self) -> set[str]:
         return {record.requested for record in self.records if record.status != "unsupported"}
 
-    def absent(self) -> Iterator[str]:
+    def unsupported(self) -> Iterator[str]:
         """A sentence that names the backends that take none of the cases; they have no row in the matrices."""
         first: dict[str, Record] = {}
         for record in self.records:
@@ -99,56 +99,56 @@ def build(run: Run) -> Page:
     records = tuple(sorted(run.records, key=cases.order))
     manifest = run.manifest
     targets = (manifest.targets if manifest else ()) or tuple(sorted({r.target for r in records}))
-    shown = Shown(records, targets, _numbers(records), manifest.command if manifest else ())
+    content = Content(records, targets, _numbers(records), manifest.command if manifest else ())
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
-    absent = "that is not here" if len(targets) == 1 else "that are not here"
-    title = f"Compiled for {plural(len(targets), 'device')} {absent}, {environment.date_of(records)}"
-    sections = tuple(made for part in SECTIONS for made in part(shown))
+    unsupported = "that is not here" if len(targets) == 1 else "that are not here"
+    title = f"Compiled for {plural(len(targets), 'device')} {unsupported}, {environment.date_of(records)}"
+    sections = tuple(made for part in SECTIONS for made in part(content))
     return Page("compiled", title, f"Versions: {', '.join(versions)}", sections, group(records))
 
 
-def in_short(shown: Shown) -> Iterator[Section]:
+def in_short(content: Content) -> Iterator[Section]:
     """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
-    bounds = (*_sentences(_lengths(shown.models), "lengths"), *_sentences(_batches(shown.models), "batches"))
-    found = (*bounds, *shown.absent())
-    yield Section("in_short", "In short", (_counts(shown.records),), found)
+    bounds = (*_sentences(_lengths(content.models), "lengths"), *_sentences(_batches(content.models), "batches"))
+    found = (*bounds, *content.unsupported())
+    yield Section("in_short", "In short", (_counts(content.records),), found)
 
 
-def read_programs(shown: Shown) -> Iterator[Section]:
+def read_programs(content: Content) -> Iterator[Section]:
     """What the text of each program shows; folded."""
-    if made := programs.programs(group(shown.ops), targets=True):
+    if made := programs.programs(group(content.ops), targets=True):
         yield Section(
             "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
         )
 
 
-def longest(shown: Shown) -> Iterator[Section]:
+def longest(content: Content) -> Iterator[Section]:
     """The longest sequence that fits, and the shortest that does not."""
-    words = "longest sequence of this page that fits / the shortest"
-    yield from _bounds_section("longest", "Up to which length", words, _lengths(shown.models), shown)
+    phrase = "longest sequence of this page that fits / the shortest"
+    yield from _bounds_section("longest", "Up to which length", phrase, _lengths(content.models), content)
 
 
-def largest(shown: Shown) -> Iterator[Section]:
+def largest(content: Content) -> Iterator[Section]:
     """The largest batch that fits, and the smallest that does not."""
-    words = "largest batch of this page that fits / the smallest"
+    phrase = "largest batch of this page that fits / the smallest"
     slices = " On a slice the batch is that of all chips."
-    yield from _bounds_section("largest", "Up to which batch", words, _batches(shown.models), shown, slices)
+    yield from _bounds_section("largest", "Up to which batch", phrase, _batches(content.models), content, slices)
 
 
 def _bounds_section(
-    key: str, title: str, words: str, found: Found, shown: Shown, slices: str = ""
+    key: str, title: str, phrase: str, found: Found, content: Content, slices: str = ""
 ) -> Iterator[Section]:
     if not found:
         return
     sentences = (
-        f"The {words} that does not; \u201c\u2013\u201d where none was found. Between the two nothing was tried."
+        f"The {phrase} that does not; \u201c\u2013\u201d where none was found. Between the two nothing was tried."
         f"{slices}"
     )
     rows: dict[tuple[str, str], dict[str, Value]] = {}
     for (what, backend, target), (fit, not_fit) in found.items():
         row = rows.setdefault((what, backend), {"case": what, "backend": backend})
         row[target] = f"{fit or DASH} / {not_fit or DASH}"
-    columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, shown.targets)]
+    columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, content.targets)]
     yield Section(key, title, (sentences,), tables=(table(key, "", columns, rows.values()),))
 
 
@@ -158,12 +158,12 @@ def compiled_overview(run_dir: Path) -> str:
     Raises ReportError as :func:`attnsuite.reports.read` does.
     """
     page = build(load(run_dir))
-    shown = [
+    sections = [
         part
         for part in page.sections
         if part.key in ("in_short", "ops", "models", "longest", "largest", "schedules", "reasons")
     ]
-    return markdown.render([Page(page.device, page.title, page.subtitle, tuple(shown), ())])
+    return markdown.render([Page(page.device, page.title, page.subtitle, tuple(sections), ())])
 
 
 def verdict(record: Record) -> str:
@@ -201,11 +201,11 @@ _COUNTED = {
 
 def _counts(records: Sequence[Record]) -> str:
     found = [verdict(record) for record in records]
-    parts = [f"{found.count(name)} {words}" for name, words in _COUNTED.items() if name in found]
+    parts = [f"{found.count(name)} {phrase}" for name, phrase in _COUNTED.items() if name in found]
     return f"{plural(len(records), 'cell')}: {', '.join(parts)}."
 
 
-def _matrix(key: str, title: str, records: Sequence[Record], shown: Shown) -> Iterator[Section]:
+def _matrix(key: str, title: str, records: Sequence[Record], content: Content) -> Iterator[Section]:
     if not records:
         return
     legend = (
@@ -215,11 +215,15 @@ def _matrix(key: str, title: str, records: Sequence[Record], shown: Shown) -> It
     rows: dict[tuple[str, str], dict[str, Value]] = {}
     for record in records:
         row = rows.setdefault((cases.title(record), record.requested), {})
-        row |= {"case": cases.title(record), "backend": record.requested, record.target: _short(record, shown.numbers)}
+        row |= {
+            "case": cases.title(record),
+            "backend": record.requested,
+            record.target: _short(record, content.numbers),
+        }
     lead = (Column("case", "case", merge=True), Column("backend", "backend"))
     tables = tuple(
         table(name, heading, (*lead, *map(_device, targets)), found)
-        for name, heading, targets in _parts(key, shown.targets)
+        for name, heading, targets in _parts(key, content.targets)
         if (found := [row for row in rows.values() if any(row.get(target) for target in targets)])
     )
     yield Section(key, title, (legend,), tables=tables)
@@ -324,9 +328,9 @@ _WAVES = (
 )
 
 
-def kernels(shown: Shown) -> Iterator[Section]:
+def kernels(content: Content) -> Iterator[Section]:
     """Kernels of GPUs, with their assembler's figures, and how many of their blocks the device holds at once."""
-    rows = [(record, each, occupancy(each, record.target)) for record in shown.records for each in record.kernels]
+    rows = [(record, each, occupancy(each, record.target)) for record in content.records for each in record.kernels]
     if not rows:
         return
     assembled = [row for row in rows if any(column.value(row) is not None for column in _ASSEMBLED)]
@@ -413,31 +417,31 @@ def _share(record: Record) -> float | None:
     return 100 * peak / limit if peak is not None and limit else None
 
 
-def every_cell(shown: Shown) -> Iterator[Section]:
+def every_cell(content: Content) -> Iterator[Section]:
     """Verdict and sizes of each cell; folded."""
-    made = _cells(shown.records, shown.numbers)
-    yield Section("cells", "Every cell", tables=made, folded=plural(len(shown.records), "cell"))
+    made = _cells(content.records, content.numbers)
+    yield Section("cells", "Every cell", tables=made, folded=plural(len(content.records), "cell"))
 
 
-def reproduce(shown: Shown) -> Iterator[Section]:
+def reproduce(content: Content) -> Iterator[Section]:
     """The command that was run."""
     need = "With the compilers (pip install '.[tpu,compile-cuda,kvax]'), on any Linux machine:"
-    command = command_line(shown.command or ("attnsuite", "compile"))
+    command = command_line(content.command or ("attnsuite", "compile"))
     yield Section("reproduce", "Reproduce", (need,), commands=(command,))
 
 
-SECTIONS: tuple[Callable[[Shown], Iterable[Section]], ...] = (
+SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (
     in_short,
-    lambda shown: _matrix("ops", "Attention calls", shown.ops, shown),
-    lambda shown: _matrix("models", "Whole models", shown.models, shown),
+    lambda content: _matrix("ops", "Attention calls", content.ops, content),
+    lambda content: _matrix("models", "Whole models", content.models, content),
     longest,
     largest,
     kernels,
-    section("schedules", "Schedules", "tables", lambda shown: _scheduled(shown.records), SCHEDULED),
+    section("schedules", "Schedules", "tables", lambda content: _scheduled(content.records), SCHEDULED),
     read_programs,
-    section("reasons", "Reasons", "items", lambda shown: _reasons(shown.numbers)),
+    section("reasons", "Reasons", "items", lambda content: _reasons(content.numbers)),
     every_cell,
-    section("environment", "Environment", "tables", lambda shown: environment.environment_table(shown.records)),
+    section("environment", "Environment", "tables", lambda content: environment.environment_table(content.records)),
     section("method", "How this was made", "items", lambda _: METHOD),
     reproduce,
 )

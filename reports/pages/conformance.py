@@ -60,31 +60,31 @@ def overview(records: Sequence[Record], form: Form) -> Iterator[str]:
     backends = list(_by_backend(records))
     if len(backends) < 2:
         return
-    asked = [verdict for verdict in VERDICTS if any(record.case == verdict for record in records)]
+    judged = [verdict for verdict in VERDICTS if any(record.case == verdict for record in records)]
     counted = ("right", "wrong", "unsupported") if _problems(records) else ()
     rows = []
-    for name, own in backends:
-        given = {record.case: answer_of(record) for record in own}
-        counts = (_count(own, "ok"), len(_failed(own)), _count(own, "unsupported")) if counted else ()
-        modes = sorted({record.mode for record in own if record.mode is not None})
-        rows.append((form.name(name), ", ".join(modes), *counts, *(given.get(verdict, "") for verdict in asked)))
-    headers = ("backend", "mode", *counted, *asked)
+    for name, group in backends:
+        answers = {record.case: answer_of(record) for record in group}
+        counts = (_count(group, "ok"), len(_failed(group)), _count(group, "unsupported")) if counted else ()
+        modes = sorted({record.mode for record in group if record.mode is not None})
+        rows.append((form.name(name), ", ".join(modes), *counts, *(answers.get(verdict, "") for verdict in judged)))
+    headers = ("backend", "mode", *counted, *judged)
     yield from ("", *tabulate(rows, headers, tablefmt=form.table).splitlines())
 
 
 def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
     """What each backend takes, a line per verdict, its worst failure with the lines that show it again."""
-    for name, own in _by_backend(records):
+    for name, group in _by_backend(records):
         yield from ("", f"{form.heading}{form.name(name)}", "")
-        yield from (f"{record.facts.said}\n" for record in own if record.case == TAKES and record.facts is not None)
-        rows = [_right(own)] if _problems(own) else []
-        for record in (record for verdict in VERDICTS for record in own if record.case == verdict):
+        yield from (f"{record.facts.said}\n" for record in group if record.case == TAKES and record.facts is not None)
+        rows = [_right(group)] if _problems(group) else []
+        for record in (record for verdict in VERDICTS for record in group if record.case == verdict):
             said = record.facts.said if record.facts is not None else " ".join(record.reasons) or record.error
             rows.append((record.case, answer_of(record), said or ""))
-        if isolates := _isolates(own):
+        if isolates := _isolates(group):
             rows.append(("NaN stays out", *isolates))
         yield from tabulate(rows, ("verdict", "answer", "what was found"), tablefmt=form.table).splitlines()
-        worst = _worst(own)
+        worst = _worst(group)
         if worst is not None:
             said = worst.error or (worst.facts.said if worst.facts is not None else "")
             yield from ("", f"The worst: {worst.case}: {said} These lines show it again:", "")
@@ -115,8 +115,8 @@ def reproducer(record: Record) -> list[str]:
 
 def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
     """What is wrong, how far, and in which problem."""
-    for name, own in _by_backend(records):
-        wrong = _failed(own)
+    for name, group in _by_backend(records):
+        wrong = _failed(group)
         if wrong:
             yield from ("", f"{form.heading}{form.name(name)}: wrong", "")
         for record in wrong:
@@ -126,22 +126,22 @@ def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
 
 def unsupported(records: Sequence[Record], form: Form) -> Iterator[str]:
     """What each backend would need for more problems: each feature once, by the first reason, with its problems."""
-    for name, own in _by_backend(records):
+    for name, group in _by_backend(records):
         against: dict[str, tuple[str, list[str]]] = {}
-        for record in _problems(own):
+        for record in _problems(group):
             for reason in () if _is_of_the_platform(record) else record.reasons:
                 _, _, accepted = reason.partition(" is not supported by ")
                 against.setdefault(accepted or reason, (reason, []))[1].append(record.case)
         if against:
             yield from ("", f"{form.heading}{form.name(name)}: what more problems would need", "")
         for reason, cases in sorted(against.values(), key=lambda refusal: -len(refusal[1])):
-            given, _, accepted = reason.partition(f" is not supported by {name} ")
-            words = f"{given} {accepted.partition('; use ')[0].rstrip('.')}" if accepted else reason.rstrip(".")
-            yield f"- {words}: {_some(list(dict.fromkeys(cases)))}"
-        failing = [record for record in _problems(own) if _is_of_the_platform(record)]
+            asks, _, accepted = reason.partition(f" is not supported by {name} ")
+            phrase = f"{asks} {accepted.partition('; use ')[0].rstrip('.')}" if accepted else reason.rstrip(".")
+            yield f"- {phrase}: {_some(list(dict.fromkeys(cases)))}"
+        failing = [record for record in _problems(group) if _is_of_the_platform(record)]
         if failing:
             yield from ("", f"Not judged: {_some([r.case for r in failing])}. {failing[0].reasons[0]}")
-        forward = [r.case for r in _problems(own) if _is_right(r) and not r.facts.gradients]
+        forward = [r.case for r in _problems(group) if _is_right(r) and not r.facts.gradients]
         if forward:
             yield from ("", f"Judged by the output alone, without gradients: {_some(forward)}.")
 
@@ -169,9 +169,9 @@ def _by_backend(records: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]
         yield name, [record for record in records if record.requested == name]
 
 
-def _problems(own: Iterable[Record]) -> list[Record]:
+def _problems(group: Iterable[Record]) -> list[Record]:
     """The records of problems: without verdicts."""
-    return [record for record in own if record.case not in (TAKES, *VERDICTS)]
+    return [record for record in group if record.case not in (TAKES, *VERDICTS)]
 
 
 def _is_of_the_platform(record: Record) -> bool:
@@ -182,41 +182,41 @@ def _is_right(record: Record) -> bool:
     return record.status == "ok" and isinstance(record.facts, Held)
 
 
-def _failed(own: Iterable[Record]) -> list[Record]:
+def _failed(group: Iterable[Record]) -> list[Record]:
     """Wrong problems, and whatever crashed."""
-    return [record for record in own if record.status not in ("ok", "unsupported")]
+    return [record for record in group if record.status not in ("ok", "unsupported")]
 
 
-def _count(own: Iterable[Record], status: str) -> int:
-    return sum(record.status == status for record in _problems(own))
+def _count(group: Iterable[Record], status: str) -> int:
+    return sum(record.status == status for record in _problems(group))
 
 
-def _right(own: Sequence[Record]) -> tuple[str, str, str]:
+def _right(group: Sequence[Record]) -> tuple[str, str, str]:
     """Whether every problem that is taken is right; the one that used most of what the judge allows."""
-    wrong, taken = len(_failed(_problems(own))), len(_problems(own)) - _count(own, "unsupported")
-    failing = sum(map(_is_of_the_platform, _problems(own)))
-    asking = _count(own, "unsupported") - failing
+    wrong, taken = len(_failed(_problems(group))), len(_problems(group)) - _count(group, "unsupported")
+    failing = sum(map(_is_of_the_platform, _problems(group)))
+    asking = _count(group, "unsupported") - failing
     more = (f"; {asking} ask for more" if asking else "") + (f"; {failing} fail in JAX itself" if failing else "")
     if not taken:
         return "right", "not judged", f"it takes none of the problems{more}"
     if wrong:
         return "right", "no", f"{wrong} of the {taken} problems that it takes are wrong{more}"
-    shares = [(r.facts.share, r.case) for r in _problems(own) if _is_right(r) and r.facts.share is not None]
+    shares = [(r.facts.share, r.case) for r in _problems(group) if _is_right(r) and r.facts.share is not None]
     near = "; nearest to the bound: {1} with {0:.0%} of what is allowed".format(*max(shares)) if shares else ""
     return "right", "yes", f"for what it takes: all of {taken} problems{more}{near}"
 
 
-def _isolates(own: Sequence[Record]) -> tuple[str, str] | None:
+def _isolates(group: Sequence[Record]) -> tuple[str, str] | None:
     """Whether NaN and infinity behind the lengths, in padding and in other documents changed nothing."""
-    found = {r.case: r.facts.isolates for r in own if isinstance(r.facts, Held) and r.facts.isolates is not None}
+    found = {r.case: r.facts.isolates for r in group if isinstance(r.facts, Held) and r.facts.isolates is not None}
     let_in = [case for case, isolates in found.items() if not isolates]
     return None if not found else ("no", _some(let_in)) if let_in else ("yes", f"in {len(found)} problems")
 
 
-def _worst(own: Sequence[Record]) -> Record | None:
+def _worst(group: Sequence[Record]) -> Record | None:
     """The problem that is farthest from its bound; where all are right, the first verdict that is no."""
-    failed = sorted(_failed(own), key=lambda r: -(r.facts.share or math.inf if r.facts is not None else math.inf))
-    denied = [r for r in own if isinstance(r.facts, Held) and r.facts.answer == "no"]
+    failed = sorted(_failed(group), key=lambda r: -(r.facts.share or math.inf if r.facts is not None else math.inf))
+    denied = [r for r in group if isinstance(r.facts, Held) and r.facts.answer == "no"]
     return next(iter([*failed, *denied]), None)
 
 

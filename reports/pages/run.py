@@ -67,7 +67,7 @@ def build(run: Run) -> tuple[Page, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shown:
+class Content:
     """The content of a page's sections.
 
     The cases of extensions have tables of their own, so the general tables show only ``groups``. ``numbers`` are those
@@ -84,12 +84,12 @@ class Shown:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The cases that are no extension's."""
-        return tuple(member for member in self.every if not any(page.is_own(member) for page in pages()))
+        return tuple(member for member in self.every if not any(page.has_group(member) for page in pages()))
 
     @property
     def added(self) -> tuple[tuple[ExtensionPage, tuple[Group, ...]], ...]:
         """Each extension, and its cases."""
-        return tuple((page, tuple(filter(page.is_own, self.every))) for page in pages())
+        return tuple((page, tuple(filter(page.has_group, self.every))) for page in pages())
 
     @property
     def suites(self) -> str:
@@ -101,40 +101,42 @@ def _page(device: str, records: tuple[Record, ...], run: Run) -> Page:
     every = group(records)
     numbers = figures.reason_numbers(cell.record for cell in cells_of(every))
     manifest = run.manifest if run.manifest is not None and run.manifest.verb == "run" else None
-    shown = Shown(device, records, every, numbers, manifest, run.notes)
+    content = Content(device, records, every, numbers, manifest, run.notes)
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     subtitle = f"Versions: {', '.join(versions) or 'not recorded'}"
-    title = f"Attention on {device}, {environment.date_of(records)}, suite {shown.suites}"
-    return Page(device, title, subtitle, tuple(made for part in SECTIONS for made in part(shown)), every)
+    title = f"Attention on {device}, {environment.date_of(records)}, suite {content.suites}"
+    return Page(device, title, subtitle, tuple(made for part in SECTIONS for made in part(content)), every)
 
 
-def use_this(shown: Shown) -> Iterator[Section]:
+def use_this(content: Content) -> Iterator[Section]:
     """The answer: which exact backend, for each case."""
-    if made := answer.answer(shown.groups):
+    if made := answer.answer(content.groups):
         intro = (
             "The fastest exact backend of each case. A time relative to another is the median over rounds, with a 95% "
             "interval: below 1 is less time."
         )
-        pictures = plot.against_standard(shown.groups)
-        lines = (*answer.unmeasured(shown.records), *answer.installs(shown.records))
+        pictures = plot.against_standard(content.groups)
+        lines = (*answer.unmeasured(content.records), *answer.installs(content.records))
         intro = (*(f"**{escape(line)}**" for line in lines), intro)
-        yield Section("answer", "Use this", intro, tuple(reading.headline(shown.groups)), (made,), pictures, short=True)
+        yield Section(
+            "answer", "Use this", intro, tuple(reading.headline(content.groups)), (made,), pictures, short=True
+        )
 
 
-def in_short(shown: Shown) -> Iterator[Section]:
+def in_short(content: Content) -> Iterator[Section]:
     """The number of cells by status, warnings, and what approximate backends lose."""
-    cells = cells_of(shown.every)
-    added = [sentence for page, own in shown.added for sentence in page.sentences(own)]
-    sentences = (*reading.model_quality(shown.groups), *added)
-    opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(shown, cells)))
+    cells = cells_of(content.every)
+    added = [sentence for page, groups in content.added for sentence in page.sentences(groups)]
+    sentences = (*reading.model_quality(content.groups), *added)
+    opening = (reading.counts(cells), *(f"**Note.** {escape(note)}" for note in _warnings(content, cells)))
     yield Section("in_short", "In short", opening, sentences, short=True)
 
 
-def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
-    yield from shown.notes
+def _warnings(content: Content, cells: Sequence[Cell]) -> Iterator[str]:
+    yield from content.notes
     if changed := environment.differing([cell.record for cell in cells]):
         yield f"Not the same in every cell of this page: {', '.join(changed)} (see Environment)."
-    if untimed := figures.untimed(shown.every):
+    if untimed := figures.untimed(content.every):
         names = ", ".join(cell.record.key for cell in untimed)
         yield f"{plural(len(untimed), 'cell')} with samples that are no times show no speed: {names}."
     apart = {cell.record.key: cell.speed.beside_device for cell in cells if cell.speed}
@@ -151,33 +153,33 @@ def _warnings(shown: Shown, cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-def refused(shown: Shown) -> Iterator[Section]:
+def refused(content: Content) -> Iterator[Section]:
     """Every reason, and what ran instead."""
-    if items := reading.refused(shown.every, shown.numbers):
+    if items := reading.refused(content.every, content.numbers):
         folded = f"All {plural(len(items), 'reason')}, and what ran instead"
         yield Section("refused", "Refused", (), tuple(items), folded=folded)
 
 
-def requested_and_run(shown: Shown) -> Iterator[Section]:
+def requested_and_run(content: Content) -> Iterator[Section]:
     """The backend asked for, the one that ran, and why."""
-    made = figures.requested_and_run((*shown.groups, *_unlike(shown)), shown.numbers)
-    intro = ("R1, R2, \u2026 are the reasons listed above.",) if shown.numbers else ()
+    made = figures.requested_and_run((*content.groups, *_unlike(content)), content.numbers)
+    intro = ("R1, R2, \u2026 are the reasons listed above.",) if content.numbers else ()
     yield Section(
         "requested_and_run", "Requested and run", intro, tables=(made,), folded=plural(len(made.rows), "cell")
     )
 
 
-def _unlike(shown: Shown) -> Iterator[Group]:
+def _unlike(content: Content) -> Iterator[Group]:
     """The cases of extensions, with the cells in which something other than the requested row ran."""
-    for member in (member for _, own in shown.added for member in own):
+    for member in (member for _, groups in content.added for member in groups):
         cells = tuple(cell for cell in member.cells if cell.record.status != "ok" or cell.record.reasons)
         if cells:
             yield dataclasses.replace(member, cells=cells)
 
 
-def one_model(shown: Shown) -> Iterator[Section]:
+def one_model(content: Content) -> Iterator[Section]:
     """The loss and the cost of each backend in one model."""
-    made = model_table.model_table(shown.every)
+    made = model_table.model_table(content.every)
     if made is None:
         return
     intro = (
@@ -187,11 +189,11 @@ def one_model(shown: Shown) -> Iterator[Section]:
         f"under Speed, where their intervals are. {' '.join(page.loss_note for page in pages())}"
     )
     yield Section(
-        "checkpoint", f"Backends in {escape(model_table.title(shown.every))}", (intro,), tables=(made,), short=True
+        "checkpoint", f"Backends in {escape(model_table.title(content.every))}", (intro,), tables=(made,), short=True
     )
 
 
-def elsewhere(shown: Shown) -> Iterator[Section]:
+def elsewhere(content: Content) -> Iterator[Section]:
     """Where the rest is."""
     intro = (
         "details.md and report.html have every table (rates, memory by method, each tensor's error, programs, model "
@@ -201,11 +203,11 @@ def elsewhere(shown: Shown) -> Iterator[Section]:
     yield Section("elsewhere", "More", (intro,), short=True)
 
 
-def speed(shown: Shown) -> Iterator[Section]:
+def speed(content: Content) -> Iterator[Section]:
     """Times, rates and ratios, one table for each kind of case."""
-    if not shown.groups:
+    if not content.groups:
         return
-    made = figures.speed(shown.groups)
+    made = figures.speed(content.groups)
     if not made:
         yield Section("speed", "Speed", ("No cell of this page has a speed.",))
         return
@@ -215,15 +217,15 @@ def speed(shown: Shown) -> Iterator[Section]:
         "below 1 is less time than standard. An interval that includes 1 shows no measurable difference. "
         "The peak is the matmul rate, the read rate that of memory, both measured on this machine."
     )
-    yield Section("speed", "Speed", (intro,), tables=(*figures.overview(shown.groups), *made))
+    yield Section("speed", "Speed", (intro,), tables=(*figures.overview(content.groups), *made))
 
 
-def memory(shown: Shown) -> Iterator[Section]:
+def memory(content: Content) -> Iterator[Section]:
     """Sizes, each with its method."""
-    made = figures.memory(shown.every)
+    made = figures.memory(content.every)
     if not made:
         return
-    methods = {record.environment.get("process_high_water_method") for record in shown.records}
+    methods = {record.environment.get("process_high_water_method") for record in content.records}
     named = sorted(method for method in methods if method)
     how = f" ({escape(', '.join(named))})" if named else ""
     intro = (
@@ -231,30 +233,30 @@ def memory(shown: Shown) -> Iterator[Section]:
         "run raises the process above what it held with the program compiled and the inputs made"
         f"{how}. The device peak is the device allocator's statistic."
     )
-    grown = growth.growth(shown.every)
+    grown = growth.growth(content.every)
     yield Section("memory", "Memory", (intro,), tables=(*((grown,) if grown else ()), *made))
 
 
-def compiled_programs(shown: Shown) -> Iterator[Section]:
+def compiled_programs(content: Content) -> Iterator[Section]:
     """What the compiled programs show, and whether a second run gives the same bits; folded."""
-    if made := programs.programs(shown.groups):
+    if made := programs.programs(content.groups):
         yield Section(
             "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
         )
 
 
-def method(shown: Shown) -> Iterator[Section]:
+def method(content: Content) -> Iterator[Section]:
     """How the figures are to be read."""
-    pinned = [PINNED] if any(record.environment.get("pinned_threads") for record in shown.records) else []
-    on_device = [ON_DEVICE] if any(record.device_seconds for record in shown.records) else []
+    pinned = [PINNED] if any(record.environment.get("pinned_threads") for record in content.records) else []
+    on_device = [ON_DEVICE] if any(record.device_seconds for record in content.records) else []
     yield Section("method", "How this was measured", items=(*METHOD, *pinned, *on_device))
 
 
-def reproduce(shown: Shown) -> Iterator[Section]:
+def reproduce(content: Content) -> Iterator[Section]:
     """The command that was run."""
-    revision = shown.records[0].environment.get("git_revision")
+    revision = content.records[0].environment.get("git_revision")
     at = f"At git revision {code(revision)}:" if revision else "The git revision is not recorded. The command:"
-    command = command_line(["attnsuite", "run", *_words(shown.manifest, shown.suites)])
+    command = command_line(["attnsuite", "run", *_words(content.manifest, content.suites)])
     yield Section("reproduce", "Reproduce", (at,), commands=(command,), short=True)
 
 
@@ -277,19 +279,19 @@ def _words(manifest: Manifest | None, suites: str) -> list[str]:
     return words
 
 
-_Sections = Callable[[Shown], Iterable[Section]]
+_Sections = Callable[[Content], Iterable[Section]]
 
 
-def _opening(shown: Shown) -> Iterator[Section]:
+def _opening(content: Content) -> Iterator[Section]:
     for page in pages():
         for part in page.opening:
-            yield from part(shown.every)
+            yield from part(content.every)
 
 
-def _added(shown: Shown) -> Iterator[Section]:
-    for page, own in shown.added:
+def _added(content: Content) -> Iterator[Section]:
+    for page, groups in content.added:
         for part in page.parts:
-            yield from part(own)
+            yield from part(groups)
 
 
 SECTIONS: tuple[_Sections, ...] = (
@@ -298,7 +300,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "over_length",
         "Speed over length",
         "pictures",
-        lambda shown: plot.pictures(shown.groups),
+        lambda content: plot.pictures(content.groups),
         "FLOP/s by formula, of visible pairs only, so that causal attention done in full stays low. The dashed line is "
         "the matmul rate measured on this machine in the same dtype.",
         short=True,
@@ -307,7 +309,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "winners",
         "Map of winners",
         "pictures",
-        lambda shown: winners.winners(shown.groups),
+        lambda content: winners.winners(content.groups),
         "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
         "run do not tell which of them is faster. A square without a color was not timed.",
         short=True,
@@ -315,26 +317,26 @@ SECTIONS: tuple[_Sections, ...] = (
     one_model,
     _opening,
     in_short,
-    section("failed", "Failed", "items", lambda shown: reading.failed(shown.every), short=True),
+    section("failed", "Failed", "items", lambda content: reading.failed(content.every), short=True),
     _added,
     section(
         "in_one",
         "Speed, memory and accuracy",
         "tables",
-        lambda shown: figures.in_one(shown.groups),
+        lambda content: figures.in_one(content.groups),
         "Only cells with right numbers show a time. A ratio below 1 is less time than that of the baseline in the "
         "same rounds; an interval that includes 1 shows no measurable difference. Memory is what the compiled "
         "program allocates beside arguments and results. The error is the largest one against float64, relative to "
         "the largest value, beside what is allowed.",
         short=True,
     ),
-    section("without", "Did not run", "items", lambda shown: reading.ran_nowhere(shown.every), short=True),
+    section("without", "Did not run", "items", lambda content: reading.ran_nowhere(content.every), short=True),
     speed,
     section(
         "peers",
         "Against peers",
         "tables",
-        lambda shown: peers.against(shown.groups),
+        lambda content: peers.against(content.groups),
         "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
         "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
         "slows it on processors that are not Intel's.",
@@ -345,7 +347,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "accuracy",
         "Accuracy",
         "tables",
-        lambda shown: figures.accuracy(shown.groups),
+        lambda content: figures.accuracy(content.groups),
         "Largest absolute difference from the float64 oracle, divided by the oracle's largest absolute value. "
         "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
         "problem in the same dtype (the standard row). Approximate backends are not judged by closeness.",
@@ -355,14 +357,14 @@ SECTIONS: tuple[_Sections, ...] = (
         "model_quality",
         "Model quality",
         "tables",
-        lambda shown: (*quality.figures(shown.groups), *quality.series(shown.groups)),
+        lambda content: (*quality.figures(content.groups), *quality.series(content.groups)),
         "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
         "that the dense model predicts no better than unigram frequencies, so that no loss could show.",
     ),
-    section("notes", "Notes on cells", "items", lambda shown: figures.cell_notes(shown.every)),
+    section("notes", "Notes on cells", "items", lambda content: figures.cell_notes(content.every)),
     refused,
     requested_and_run,
-    section("environment", "Environment", "tables", lambda shown: environment.environment_table(shown.records)),
+    section("environment", "Environment", "tables", lambda content: environment.environment_table(content.records)),
     method,
     reproduce,
     elsewhere,

@@ -9,10 +9,10 @@ from typing import Any
 _SHOWN = 60  # characters of a value
 
 
-def given(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value in a sentence: short and on one line, whatever it is.
 
-    >>> given(10**5000), given({"a": 1}), given("x" * 100)[-6:]
+    >>> quoted(10**5000), quoted({"a": 1}), quoted("x" * 100)[-6:]
     ('an integer of 16610 bits', 'a table', "xxx..'")
     """
     if isinstance(value, Mapping):

@@ -41,14 +41,14 @@ def compile_kernels(
 
 
 def compile_candidate(
-    case: OpCase, name: str, target: Target, options: Mapping[str, Any], given: Mapping[str, Any],
+    case: OpCase, name: str, target: Target, options: Mapping[str, Any], fixed: Mapping[str, Any],
     dump: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``given`` ones. Nothing is run.
+    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``fixed`` ones. Nothing is run.
 
     ``dump`` is the folder into which the compiler of a TPU writes schedules.
     """
-    backend, spec, whole = registry.get(name), spec_of(case), {**given, **options}
+    backend, spec, whole = registry.get(name), spec_of(case), {**fixed, **options}
     try:
         counted = backend.work(spec, target, whole) if isinstance(backend, CountsWork) else None
         if reasons := support(backend, spec, target, "compile", whole).reasons:

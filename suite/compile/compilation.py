@@ -96,13 +96,13 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
     )
     if reasons:
         return _refused(*reasons)
-    absent = topologies.missing(target)
+    unavailable = topologies.missing(target)
     try:
         if target.platform == "cuda" and isinstance(backend, CompilesKernels):
             kernels = _kernels(backend.compile_kernels(spec, target) for spec in specs)
-            return kernels if kernels.error else _around(kernels, case, backend, target, absent)
-        if absent is not None:
-            return _refused(absent, error=NO_COMPILER)
+            return kernels if kernels.error else _around(kernels, case, backend, target, unavailable)
+        if unavailable is not None:
+            return _refused(unavailable, error=NO_COMPILER)
         program = _program(case, backend, target, role or None, options or {})
         outcome = compile_program(program, topologies.device(target), spec=_one_call(case))
         return judged_size(beside_by_hand(outcome, case, backend_name, target), target)
@@ -112,23 +112,23 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
 
 def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> Outcome:
     """As :func:`compile_cell`, with the case divided among the chips of a slice."""
-    absent = topologies.missing(target)
-    if absent is not None:
-        return _refused(absent, error=NO_COMPILER)
+    unavailable = topologies.missing(target)
+    if unavailable is not None:
+        return _refused(unavailable, error=NO_COMPILER)
     try:
-        dealt = slices.deal(case, target)
-        if isinstance(dealt, str):
-            return _refused(dealt)
-        sharded = dealt.backend(backend)
+        sharding = slices.shard(case, target)
+        if isinstance(sharding, str):
+            return _refused(sharding)
+        sharded = sharding.backend(backend)
         specs = attention_specs(case)
         reasons = dict.fromkeys(
             reason for spec in specs for reason in support(sharded, spec, target, "compile").reasons
         )
         if reasons:
             return _refused(*reasons)
-        program = slices.placed(_program(case, sharded, target), case, dealt)
-        outcome = compile_program(program, topologies.device(target), dealt.mesh)
-        return judged_size(dataclasses.replace(outcome, notes=(dealt.words(),)), target)
+        program = slices.placed(_program(case, sharded, target), case, sharding)
+        outcome = compile_program(program, topologies.device(target), sharding.mesh)
+        return judged_size(dataclasses.replace(outcome, notes=(sharding.note(),)), target)
     except Exception as error:  # noqa: BLE001 (as above)
         return rejected(error)
 
@@ -240,11 +240,11 @@ def _program(
 
 
 def _around(
-    kernels: Outcome, case: OpCase | ModelCase, backend: Backend, target: Target, absent: str | None
+    kernels: Outcome, case: OpCase | ModelCase, backend: Backend, target: Target, unavailable: str | None
 ) -> Outcome:
     """``kernels`` with the sizes of the XLA program that calls them, or with ``notes`` why these are unknown."""
-    if absent is not None:
-        return dataclasses.replace(kernels, notes=(absent,))
+    if unavailable is not None:
+        return dataclasses.replace(kernels, notes=(unavailable,))
     try:
         outcome = compile_program(_program(case, backend, target), topologies.device(target), spec=_one_call(case))
     except ImportError as error:  # what puts the kernels into XLA's program (jax-triton)

@@ -53,16 +53,16 @@ def op_program(
 
 
 def role_program(
-    case: OpCase, backend: BackendWithRoles, target: Target, role: str, given: Mapping[str, Any] = MappingProxyType({})
+    case: OpCase, backend: BackendWithRoles, target: Target, role: str, fixed: Mapping[str, Any] = MappingProxyType({})
 ) -> AbstractProgram:
-    """Output and carry of one layer that plays ``role``; ``given`` are options beside the role's.
+    """Output and carry of one layer that plays ``role``; ``fixed`` are options beside the role's.
 
     With gradients the output is a tuple, with those of query, key and value behind it. The last argument is the carry
     of the layer before it.
     """
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
     of_role, layer = backend.roles(spec)[role]
-    options = {**of_role, **given}
+    options = {**of_role, **fixed}
 
     def run(layer: int, layout: Layout, query: Any, key: Any, value: Any, carry: Any = ()) -> Any:
         planned = plan(backend, spec, layout, target=target, mode="compile", options=options)
@@ -119,8 +119,8 @@ def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:
     """The attention problem of a call, or of each type of layer of a model."""
     if isinstance(case, OpCase):
         return (spec_of(case),)
-    config, asked = model_config(case), _asked(case)
-    return tuple(attention_spec(config, kind, **asked) for kind in config.attention_types)
+    config, cells = model_config(case), _asked(case)
+    return tuple(attention_spec(config, kind, **cells) for kind in config.attention_types)
 
 
 def resolutions(case: ModelCase, backend: str, target: Target) -> Resolutions:

@@ -27,7 +27,7 @@ from .programs import AbstractProgram, attention_specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Deal:
+class SliceSharding:
     """A mesh over the chips of a slice, with an axis ``heads`` and the axis :attr:`rest`."""
 
     mesh: Mesh
@@ -43,11 +43,11 @@ class Deal:
         """The backend with each chip computing its share."""
         return Sharded(backend, self.mesh, self.axes)
 
-    def words(self) -> str:
+    def note(self) -> str:
         """A sentence for the record."""
         shares = " and ".join(f"{size} of {name}" for name, size in self.mesh.shape.items() if size > 1)
-        dealt = f"parts: {shares}, and parameters cut by all" if shares else "every chip has all of it"
-        return f"Sizes are of one chip; {dealt}."
+        sharding = f"parts: {shares}, and parameters cut by all" if shares else "every chip has all of it"
+        return f"Sizes are of one chip; {sharding}."
 
 
 def shares(case: OpCase | ModelCase, target: Target) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def shares(case: OpCase | ModelCase, target: Target) -> tuple[int, int]:
     return heads, target.count // heads
 
 
-def deal(case: OpCase | ModelCase, target: Target) -> Deal | str:
+def shard(case: OpCase | ModelCase, target: Target) -> SliceSharding | str:
     """How the chips of a slice share ``case``, or the sentence that says why they cannot."""
     spec = attention_specs(case)[0]
     heads, rest = shares(case, target)
@@ -73,48 +73,48 @@ def deal(case: OpCase | ModelCase, target: Target) -> Deal | str:
         )
     chips = np.array(topologies.devices(target)).reshape(rest, heads)
     axes = MeshAxes(data="data", heads="heads") if name == "data" else MeshAxes(heads="heads", context="context")
-    return Deal(Mesh(chips, (name, "heads")), axes)
+    return SliceSharding(Mesh(chips, (name, "heads")), axes)
 
 
-def placed(program: AbstractProgram, case: OpCase | ModelCase, dealt: Deal) -> AbstractProgram:
+def placed(program: AbstractProgram, case: OpCase | ModelCase, sharding: SliceSharding) -> AbstractProgram:
     """The program with a sharding on every argument."""
     first, *others = program.arguments
     if isinstance(case, ModelCase):
-        first = _parameters(first, dealt)
-        state = [_parameters(others.pop(0), dealt)] if case.needs_grad else []
-        return dataclasses.replace(program, arguments=(first, *state, *(_data(x, dealt) for x in others)))
-    first = jax.tree.map(lambda x: _at(x, dealt, PartitionSpec()), first)
-    arrays = PartitionSpec(dealt.axes.data, dealt.axes.context, "heads")
-    cached = PartitionSpec(dealt.axes.data, "heads")
+        first = _parameters(first, sharding)
+        state = [_parameters(others.pop(0), sharding)] if case.needs_grad else []
+        return dataclasses.replace(program, arguments=(first, *state, *(_data(x, sharding) for x in others)))
+    first = jax.tree.map(lambda x: _at(x, sharding, PartitionSpec()), first)
+    arrays = PartitionSpec(sharding.axes.data, sharding.axes.context, "heads")
+    cached = PartitionSpec(sharding.axes.data, "heads")
     where = [arrays, cached, cached, arrays][: len(others)] if case.kv_layout == "HND" else [arrays] * len(others)
     return dataclasses.replace(
-        program, arguments=(first, *(_at(x, dealt, spec) for x, spec in zip(others, where, strict=True)))
+        program, arguments=(first, *(_at(x, sharding, spec) for x, spec in zip(others, where, strict=True)))
     )
 
 
-def _parameters(tree: Any, dealt: Deal) -> Any:
+def _parameters(tree: Any, sharding: SliceSharding) -> Any:
     """Shardings of parameters, and of optimizer states, whose trees have the same shape."""
-    places = shardings(tree, dealt.mesh, heads="heads", rest=dealt.rest)
-    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, places)
+    where_ = shardings(tree, sharding.mesh, heads="heads", rest=sharding.rest)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, where_)
 
 
-def _data(tree: Any, dealt: Deal) -> Any:
+def _data(tree: Any, sharding: SliceSharding) -> Any:
     """Tokens ``[batch, length]``, caches ``[batch, kv_heads, length, dim]`` and lengths ``[batch]``.
 
     A dimension that its axis does not divide stays whole: a latent layer keeps one head for all.
     """
-    data, context = dealt.axes.data, dealt.axes.context
+    data, context = sharding.axes.data, sharding.axes.context
     axes = {1: (data,), 2: (data, context), 4: (data, "heads", context)}
 
     def place(x: Any) -> Any:
         where = axes[len(x.shape)]
         divides = [
-            axis is None or size % dealt.mesh.shape[axis] == 0 for size, axis in zip(x.shape, where, strict=False)
+            axis is None or size % sharding.mesh.shape[axis] == 0 for size, axis in zip(x.shape, where, strict=False)
         ]
-        return _at(x, dealt, PartitionSpec(*(axis if ok else None for axis, ok in zip(where, divides, strict=True))))
+        return _at(x, sharding, PartitionSpec(*(axis if ok else None for axis, ok in zip(where, divides, strict=True))))
 
     return jax.tree.map(place, tree)
 
 
-def _at(x: Any, dealt: Deal, spec: PartitionSpec) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(dealt.mesh, spec))
+def _at(x: Any, sharding: SliceSharding, spec: PartitionSpec) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(sharding.mesh, spec))

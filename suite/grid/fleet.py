@@ -1,9 +1,9 @@
 """Runs a grid on the nodes of a Ray cluster: a case, with all of its cells, is computed on one node.
 
-The driver (this process) asks every node what it is, deals cases to the nodes that fit, and keeps the records of a case
-when all of them are there. Nodes may come late and may die: a case whose node died is dealt again, and nothing of the
-first attempt is kept. A case that was lost on three nodes becomes records of a crash. All nodes of a run have the same
-versions and are machines of one kind, as ``--resume`` and ``attnsuite report --out`` demand of a run too.
+The driver (this process) asks every node what it is, assigns cases to the nodes that fit, and stores the records of a
+case when all of them are there. Nodes may come late and may die: a case whose node died runs on another, and nothing
+of the first attempt is stored. A case that was lost on three nodes becomes records of a crash. All nodes of a run have
+the same versions and are the same machines, as ``--resume`` and ``attnsuite report --out`` demand of a run too.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Member:
     """A node of the cluster as the driver knows it."""
 
     name: str
-    state: Literal["asked", "idle", "busy", "refused"]
+    state: Literal["contacted", "idle", "busy", "refused"]
     actor: Any = None
-    answer: Any = None  # a reference to what it said of itself, or the stream of messages of its case
+    answer: Any = None  # a Ray reference to its description, or the stream of messages of its case
     environment: Environment = dataclasses.field(default_factory=Environment)
     cells: list[Cell] = dataclasses.field(default_factory=list)
     job: Job | None = None
@@ -77,8 +77,8 @@ class Member:
 class Fleet:
     """The nodes of a cluster that compute one run. A context manager; connects when it is entered."""
 
-    def __init__(self, grid: Grid, asked: FleetRequest, watcher: GridWatcher) -> None:
-        self._grid, self._asked, self._watcher = grid, asked, watcher
+    def __init__(self, grid: Grid, request: FleetRequest, watcher: GridWatcher) -> None:
+        self._grid, self._request, self._watcher = grid, request, watcher
         self._members: dict[str, Member] = {}
         self._first: tuple[Environment, list[Cell]] | None = None
         self._losses: dict[str, list[str]] = {}  # of a node: cases, since the last that it finished
@@ -91,17 +91,17 @@ class Fleet:
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         handlers = {number: signal.getsignal(number) for number in signals}
         try:
-            self._ray.init(self._asked.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            self._ray.init(self._request.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            told = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise InputError(
-                f"no Ray cluster answers at {self._asked.address!r} ({told}); "
+                f"no Ray cluster answers at {self._request.address!r} ({reason}); "
                 "start one with ray start --head, or give its --address."
             ) from error
         finally:
             for number, handler in handlers.items():  # Ray's would end this process without its own ending
                 signal.signal(number, handler)
-        self._remote = self._ray.remote(self._asked.work)
+        self._remote = self._ray.remote(self._request.work)
         return self
 
     def __exit__(
@@ -121,11 +121,11 @@ class Fleet:
         begin = time.monotonic()
         self._meet()
         while True:
-            asked = [member for member in self._members.values() if member.state == "asked"]
+            waiting = [member for member in self._members.values() if member.state == "contacted"]
             found = [member for member in self._members.values() if member.state == "idle"]
-            if found and (not asked or time.monotonic() - begin > _GATHER_SECONDS):
+            if found and (not waiting or time.monotonic() - begin > _GATHER_SECONDS):
                 break
-            self._check_patience(begin if not asked else time.monotonic())
+            self._check_patience(begin if not waiting else time.monotonic())
             for _ in self._hear(_LOOK_SECONDS):  # no node has a case yet
                 pass
             self._meet()
@@ -148,7 +148,7 @@ class Fleet:
         while waiting or any(member.state == "busy" for member in self._members.values()):
             self._meet()
             self._deal(waiting)
-            if any(member.state in {"busy", "asked"} for member in self._members.values()):
+            if any(member.state in {"busy", "contacted"} for member in self._members.values()):
                 since = time.monotonic()
             self._check_patience(since)
             for job, records in self._hear(_LOOK_SECONDS):
@@ -175,7 +175,7 @@ class Fleet:
 
     def _is_wanted(self, announced: dict[str, float]) -> bool:
         """Whether a node computes at all (a head that only schedules announces no CPU), and has what is needed."""
-        return announced.get("CPU", 0) > 0 and all(announced.get(name, 0) > 0 for name in self._asked.needed)
+        return announced.get("CPU", 0) > 0 and all(announced.get(name, 0) > 0 for name in self._request.needed)
 
     def _ask(self, key: str, node: dict[str, Any]) -> Member:
         from ray.util import scheduling_strategies  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
@@ -186,11 +186,11 @@ class Fleet:
             num_cpus=whole["CPU"],
             num_gpus=whole["GPU"],
             resources={"TPU": whole["TPU"]} if whole["TPU"] else None,
-            runtime_env=_runtime_env(self._asked.packages),
+            runtime_env=_runtime_env(self._request.packages),
             max_concurrency=2,  # it is closed while it computes
             scheduling_strategy=scheduling_strategies.NodeAffinitySchedulingStrategy(key, soft=False),
         ).remote(name)
-        return Member(name, "asked", actor, actor.look.remote(self._grid))
+        return Member(name, "contacted", actor, actor.look.remote(self._grid))
 
     def _deal(self, waiting: deque[Job]) -> None:
         """Give every idle node a case; a case that was lost goes to another node where there is one."""
@@ -206,17 +206,19 @@ class Fleet:
 
     def _hear(self, seconds: float) -> Iterator[tuple[Job, tuple[Record, ...] | None]]:
         """Wait for messages of nodes. Yields each case that ended with its records, or with None if it was lost."""
-        asked = {id(member.answer): key for key, member in self._members.items() if member.state in {"asked", "busy"}}
-        answers = [self._members[key].answer for key in asked.values()]
+        busy = {
+            id(member.answer): key for key, member in self._members.items() if member.state in {"contacted", "busy"}
+        }
+        answers = [self._members[key].answer for key in busy.values()]
         if not answers:
             time.sleep(min(seconds, 0.1))
             return
         ready, _ = self._ray.wait(answers, num_returns=1, timeout=seconds, fetch_local=False)
         for answer in ready:
-            key = asked[id(answer)]
+            key = busy[id(answer)]
             member = self._members[key]
             try:
-                if member.state == "asked":
+                if member.state == "contacted":
                     member.environment, member.cells = self._ray.get(answer)
                     member.state = "idle"
                     self._admit(member)
@@ -241,13 +243,13 @@ class Fleet:
     def _admit(self, member: Member) -> None:
         """Refuse a node that does not belong to this run."""
         environment = member.environment
-        packages = self._asked.packages
-        if told := _not_as_asked(environment, packages):
-            self._refuse(member, told)
-        elif not self._asked.any_versions and (told := _other_versions(environment, packages)):
-            self._refuse(member, f"{told}; --any-versions takes the nodes' own")
-        elif self._first is not None and (told := _differences(self._first, (environment, member.cells))):
-            self._refuse(member, told)
+        packages = self._request.packages
+        if reason := _not_as_requested(environment, packages):
+            self._refuse(member, reason)
+        elif not self._request.any_versions and (reason := _other_versions(environment, packages)):
+            self._refuse(member, f"{reason}; --any-versions takes the nodes' own")
+        elif self._first is not None and (reason := _differences(self._first, (environment, member.cells))):
+            self._refuse(member, reason)
 
     def _refuse(self, member: Member, why: str) -> None:
         member.state, member.answer = "refused", None
@@ -264,24 +266,26 @@ class Fleet:
 
     def _lost(self, key: str, member: Member, error: BaseException) -> Job | None:
         """A node raised, or died with what it computed. Returns the case that it had."""
-        told = self._told(error)
+        reason = self._reason(error)
         job, member.job = member.job, None
-        if job is None and isinstance(error, InputError | self._ray.exceptions.RuntimeEnvSetupError):  # it said why
-            self._refuse(member, told)
+        if job is None and isinstance(
+            error, InputError | self._ray.exceptions.RuntimeEnvSetupError
+        ):  # the error says why
+            self._refuse(member, reason)
             return None
         self._release(member)
         losses = self._losses.setdefault(key, [])
         losses.append(job.cells[0].case if job else "its start")
         if job is not None:
             job.lost_on.append(member.name)
-            self._watcher.warn(f"case {job.cells[0].case} was lost on node {member.name} ({told}).")
+            self._watcher.warn(f"case {job.cells[0].case} was lost on node {member.name} ({reason}).")
         if len(losses) >= _LOSSES:
-            self._refuse(member, f"it lost {', '.join(losses)} one after the other ({told})")
+            self._refuse(member, f"it lost {', '.join(losses)} one after the other ({reason})")
         else:
             del self._members[key]  # asked again, if the cluster still has the node
         return job
 
-    def _told(self, error: BaseException) -> str:
+    def _reason(self, error: BaseException) -> str:
         """Why a node was lost, without a full stop: what was raised there, or which process died."""
         errors = self._ray.exceptions
         if isinstance(error, errors.RayTaskError):
@@ -289,8 +293,10 @@ class Fleet:
             text = " ".join(str(raised).split())[:300].rstrip(".")
             return text if isinstance(raised, InputError) else f"{type(raised).__name__}: {text}"
         if isinstance(error, errors.RuntimeEnvSetupError):
-            asked = ",".join(_requirements(self._asked.packages))
-            return f"--packages {asked} cannot be installed there: " + " ".join(str(error).split())[-300:].rstrip(".")
+            packages = ",".join(_requirements(self._request.packages))
+            return f"--packages {packages} cannot be installed there: " + " ".join(str(error).split())[-300:].rstrip(
+                "."
+            )
         if "node has died" in str(error):
             return "the node died"
         if isinstance(error, errors.ActorDiedError) and "__init__" in str(error):
@@ -303,15 +309,16 @@ class Fleet:
         context = self._grid.context(environment, self._watcher)
         if not is_measured(cell):
             return refused(cell, context)
-        told = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
-        return Running(cell).failed(context, CellFailure("crashed", told))
+        reason = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
+        return Running(cell).failed(context, CellFailure("crashed", reason))
 
     def _check_patience(self, since: float) -> None:
         """Raises InputError if no node was there to compute for too long."""
-        if time.monotonic() - since > self._asked.patience:
-            told = "; ".join(dict.fromkeys(self._refusals)) or "none has a CPU and what --nodes-with asks for"
+        if time.monotonic() - since > self._request.patience:
+            reason = "; ".join(dict.fromkeys(self._refusals)) or "none has a CPU and what --nodes-with asks for"
             raise InputError(
-                f"for {self._asked.patience:g} s no node of the cluster could compute ({told}). What is done is kept."
+                f"for {self._request.patience:g} s no node of the cluster could compute ({reason}). What is done "
+                "is kept."
             )
 
 
@@ -346,7 +353,7 @@ def _runtime_env(packages: Mapping[str, str]) -> dict[str, Any] | None:
     return {"uv": {"packages": _requirements(packages), "uv_pip_install_options": []}}  # with uv's cache
 
 
-def _not_as_asked(found: Environment, packages: Mapping[str, str]) -> str:
+def _not_as_requested(found: Environment, packages: Mapping[str, str]) -> str:
     """Which of the packages that Ray was to install a node does not have."""
     its = found.get("versions", {})
     return "; ".join(
@@ -373,15 +380,15 @@ def _other_versions(found: Environment, but: Collection[str]) -> str:
 def _differences(first: tuple[Environment, list[Cell]], other: tuple[Environment, list[Cell]]) -> str:
     """In what a node differs from the nodes that the run began with; empty where their figures belong together."""
     names = ("target", "versions", "source", "git_revision", "flags", *MACHINE_KIND)
-    told = [
+    reasons = [
         f"{name.replace('_', ' ')} is {other[0].get(name)}, was {first[0].get(name)}"
         for name in names
         if first[0].get(name) != other[0].get(name)
     ]
-    if not told and _rows(first[1]) != _rows(other[1]):
+    if not reasons and _rows(first[1]) != _rows(other[1]):
         changed = {key for key, *_ in _rows(first[1]) ^ _rows(other[1])}
-        told = [f"other backends would run in {', '.join(sorted(changed)[:3])}"]
-    return "; ".join(told)
+        reasons = [f"other backends would run in {', '.join(sorted(changed)[:3])}"]
+    return "; ".join(reasons)
 
 
 def _rows(cells: Iterable[Cell]) -> set[tuple[Any, ...]]:

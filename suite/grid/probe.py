@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attnsuite.backends import AttentionSpec, Target, registry, support
 
 from .. import kinds, user_function
-from ..cell import Asked, Case, Cell
+from ..cell import Case, Cell, Request
 from ..errors import InputError
 from ..measure import environment
 from .executors import is_measured
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def find_cells(
     rows: tuple[str, ...], cases: tuple[Case, ...], text: TextFile | None = None, all_cores: bool = False
 ) -> dict[str, Any]:
-    """The environment, and every cell of what is asked (``cell.Asked``). Raises InputError for what cannot run."""
-    asked = Asked(rows=rows, cases=cases, text=text, all_cores=all_cores)
-    user_function.register_functions(asked.rows)
-    cells = [cell for case in asked.cases for cell in kinds.kind_of(case.kind).cells(case, asked)]
-    for reference in filter(user_function.is_reference, asked.rows):
+    """The environment, and every cell of a ``cell.Request``. Raises InputError for what cannot run."""
+    request = Request(rows=rows, cases=cases, text=text, all_cores=all_cores)
+    user_function.register_functions(request.rows)
+    cells = [cell for case in request.cases for cell in kinds.kind_of(case.kind).cells(case, request)]
+    for reference in filter(user_function.is_reference, request.rows):
         _check_own(reference, [cell for cell in cells if cell.row == reference])
     return {"environment": environment.describe(), "cells": cells}
 

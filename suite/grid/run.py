@@ -50,10 +50,10 @@ _PROBE_SECONDS = 300.0
 class RunGrid(Grid):
     """What to run, checked. ``text`` is a file for perplexity, or None for the text that ships.
 
-    ``file`` is the path of the suite's file as it was given; None for a named suite. ``profile`` is a directory for
-    profiles of the timed cells. ``sample_seconds`` is how long each cell is sampled; None for ten samples or a second.
-    ``shard`` is the part of the asked cases that ``cases`` holds; None for all of them. ``flags`` are those of
-    extensions. With ``busy`` a GPU that others use is taken.
+    ``file`` is the path of the suite's file as the command line has it; None for a named suite. ``profile`` is a
+    directory for profiles of the timed cells. ``sample_seconds`` is how long each cell is sampled; None for ten samples
+    or a second. ``shard`` is the part of the requested cases that ``cases`` holds; None for all of them. ``flags`` are
+    those of extensions. With ``busy`` a GPU that others use is taken.
     """
 
     cases: tuple[Case, ...]
@@ -129,21 +129,21 @@ def new_request(
 ) -> RunGrid:
     """The request of these flags. Raises InputError with one sentence for a name that does not exist."""
     flags = flags or {}
-    asked = None if backends is None else names_of(backends, "--backends")
+    requested = None if backends is None else names_of(backends, "--backends")
     if not isinstance(suite, ModelSuiteFlags):
         found = find_suite(suite)
     elif suite.suite:
         found = model_suite(suite)
     else:
-        asked = list(model_suite_rows(names() if asked is None else asked))
-        found = model_suite(suite, asked)
+        requested = list(model_suite_rows(names() if requested is None else requested))
+        found = model_suite(suite, requested)
     found = dataclasses.replace(found, cases=with_flags(flags, found.cases))
-    if asked is None and flags:  # the other rows do not depend on what is swept
-        asked = [row for extension in extensions().values() for row in extension.swept_rows(flags)] or None
+    if requested is None and flags:  # the other rows do not depend on what is swept
+        requested = [row for extension in extensions().values() for row in extension.swept_rows(flags)] or None
     return RunGrid(
         suite=found.name,
         cases=_chosen(found.cases, cases, shard),
-        backends=_rows(found) if asked is None else _known(asked, found.cases),
+        backends=_rows(found) if requested is None else _known(requested, found.cases),
         all_cores=found.all_cores,
         flags=flags,
         checkpoint=suite if isinstance(suite, ModelSuiteFlags) else None,
@@ -165,7 +165,7 @@ def resumed_request(
     limits: Limits,
     shard: Shard | None = None,
 ) -> RunGrid:
-    """The request of the run in ``out``. Raises InputError where the given flags ask for something else."""
+    """The request of the run in ``out``. Raises InputError where the flags ask for something else."""
     manifest = read_manifest(out)
     if manifest.verb == "compile":
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
@@ -177,7 +177,7 @@ def resumed_request(
             f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."
         )
     try:
-        kept = RunGrid(
+        stored = RunGrid(
             suite=manifest.suite,
             cases=tuple(make_case(problem) for problem in manifest.cases),
             backends=manifest.backends,
@@ -192,26 +192,26 @@ def resumed_request(
             limits=limits,
         )
     except ValueError as error:
-        said = str(error).rstrip(".")
-        raise InputError(f"the run in {out} was written by another version ({said}); start a new one.") from error
-    pool = kept.cases if suite is None else with_flags(kept.flags, find_suite(suite).cases)
+        reason = str(error).rstrip(".")
+        raise InputError(f"the run in {out} was written by another version ({reason}); start a new one.") from error
+    pool = stored.cases if suite is None else with_flags(stored.flags, find_suite(suite).cases)
     # The cases that were begun are a shard already. Of a suite that is named again, the shard is taken again.
-    again = None if suite is None else kept.shard
-    asked = {
-        "shard": kept.shard if shard is None else shard,
-        "suite": kept.suite if suite is None else find_suite(suite).name,
+    again = None if suite is None else stored.shard
+    requested = {
+        "shard": stored.shard if shard is None else shard,
+        "suite": stored.suite if suite is None else find_suite(suite).name,
         "cases": _chosen(pool, cases, again),
-        "backends": kept.backends if backends is None else _known(names_of(backends, "--backends"), kept.cases),
+        "backends": stored.backends if backends is None else _known(names_of(backends, "--backends"), stored.cases),
     }
-    for name, value in asked.items():
-        if value != getattr(kept, name):
+    for name, value in requested.items():
+        if value != getattr(stored, name):
             raise InputError(
                 f"the run in {out} has other {name} than asked for; resume it with --resume --out {out} alone, "
                 "or choose another --out."
             )
-    if kept.text is not None:
-        checked_text(kept.text)
-    return kept
+    if stored.text is not None:
+        checked_text(stored.text)
+    return stored
 
 
 def check_idle(target: str, others: str | None) -> None:
@@ -271,8 +271,8 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
                     "the backends that answer with --backends."
                 ) from failure
             raise jax_does_not_start(failure) from failure
-    if own := digests(request.backends):
-        answer["environment"]["own"] = own
+    if extra := digests(request.backends):
+        answer["environment"]["own"] = extra
     try:
         return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell])
     except ValueError as error:
@@ -309,12 +309,12 @@ def measured_machine() -> Machine:
             raise InputError(f"this machine's peak cannot be measured: {failure.message}") from failure
 
 
-def _text_of(kept: TextIdentity | None) -> TextFile | None:
-    if kept is None:
+def _text_of(stored: TextIdentity | None) -> TextFile | None:
+    if stored is None:
         return None
     from attnsuite.models import TextFile  # noqa: PLC0415 (flax)
 
-    return TextFile(kept.path, kept.field)
+    return TextFile(stored.path, stored.field)
 
 
 def _text_identity(text: TextFile) -> TextIdentity:
@@ -325,11 +325,11 @@ def _text_identity(text: TextFile) -> TextIdentity:
 
 def _rows(suite: Suite) -> tuple[str, ...]:
     """The rows measured by default: backends, the suite's peers, and the rows that only a case's kind knows."""
-    own = [kind_of(case.kind).rows(case) for case in suite.cases]
-    rows = [*suite.backends(), *suite.peers] if not all(own) else []
-    return tuple(dict.fromkeys([*rows, *(row for each in own for row in each)]))
+    extra = [kind_of(case.kind).rows(case) for case in suite.cases]
+    rows = [*suite.backends(), *suite.peers] if not all(extra) else []
+    return tuple(dict.fromkeys([*rows, *(row for each in extra for row in each)]))
 
 
 def _known(wanted: Sequence[str], cases: Sequence[Case]) -> tuple[str, ...]:
-    own = {row for case in cases for row in kind_of(case.kind).rows(case)}
-    return tuple(dict.fromkeys(name if name in own else known_row(name, PEERS) for name in wanted))
+    extra = {row for case in cases for row in kind_of(case.kind).rows(case)}
+    return tuple(dict.fromkeys(name if name in extra else known_row(name, PEERS) for name in wanted))

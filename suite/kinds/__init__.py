@@ -95,7 +95,7 @@ def kind_of(name: str) -> Kind:
     if name in built_in():
         return built_in()[name]
     if name not in _entry_points():
-        raise InputError(f"kind = {typed.given(name)} is not a kind of case; use one of {', '.join(names())}.")
+        raise InputError(f"kind = {typed.quoted(name)} is not a kind of case; use one of {', '.join(names())}.")
     entry = _entry_points()[name]
     origin = f"kind {name}: entry point {entry.value} of {entry.dist.name if entry.dist else 'an unnamed package'}"
     try:
@@ -150,7 +150,7 @@ def make_case(fields: Mapping[str, Any]) -> Case:
     """
     name = fields.get("kind")
     if not isinstance(name, str):
-        raise InputError(f"kind = {typed.given(name)} is not a kind of case; use one of {', '.join(names())}.")
+        raise InputError(f"kind = {typed.quoted(name)} is not a kind of case; use one of {', '.join(names())}.")
     kind = kind_of(name)
     try:
         return kind.read(fields)

@@ -32,7 +32,7 @@ from attnsuite.backends.features import Mode
 from attnsuite.backends.sharding import divided
 
 from .. import peers, typed
-from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..errors import CellFailure
 from ..measure import execution
 from ..measure.fresh import Draw
@@ -171,16 +171,16 @@ class Attention(Kind):
         """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""
         return typed.convert(without_window(fields), OpCase)
 
-    def cells(self, case: OpCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: OpCase, request: Request) -> Iterable[Cell]:
         """A cell per backend and peer; with all cores another for each exact backend but the baseline."""
         spec, target = spec_of(case), Target.here()
-        found = of_backends(case, asked, lambda row: [("attention", resolve(row, spec, target))])
+        found = of_backends(case, request, lambda row: [("attention", resolve(row, spec, target))])
         found = [_or_interpreted(each, case, target) for each in found]
         cores = usable_cores()
-        if asked.all_cores and target.platform == "cpu" and cores > 1 and divided(spec, cores) is not None:
+        if request.all_cores and target.platform == "cpu" and cores > 1 and divided(spec, cores) is not None:
             shared = [each for each in found if each.mode == "native" and each.exact and each.row != _BASELINE]
             found += [dataclasses.replace(each, devices=cores) for each in shared]
-        return [*found, *of_peers(case, asked, self.peers)]
+        return [*found, *of_peers(case, request, self.peers)]
 
     def spec(self, case: OpCase) -> AttentionSpec:
         """The problem of the call."""

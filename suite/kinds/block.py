@@ -21,7 +21,7 @@ import numpy as np
 
 from attnsuite.backends import Backend, Layout, Plan, Target, oracle, plan, registry, resolve
 
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..measure import execution
 from ..measure.fresh import Draw, renewed
 from ..measure.judge import save_reference
@@ -156,10 +156,10 @@ class Block(Kind):
     case: ClassVar = BlockCase
     judges_in_subprocess: ClassVar = True
 
-    def cells(self, case: BlockCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: BlockCase, request: Request) -> Iterable[Cell]:
         """A cell per backend."""
         spec, target = spec_of(case), Target.here()
-        return of_backends(case, asked, lambda row: [("attention", resolve(row, spec, target))])
+        return of_backends(case, request, lambda row: [("attention", resolve(row, spec, target))])
 
     def judged_by(self, case: BlockCase, mode: str | None) -> tuple[BlockCase, ...]:
         """The case at a length that the oracle takes."""

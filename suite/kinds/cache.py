@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..measure import judge
 from .kind import Kind, Least, Long, cell, check_fields, model_word, name_case
 
@@ -54,13 +54,13 @@ class Cache(Kind):
         """The dtypes of the cache, and the control."""
         return tuple(DTYPES)
 
-    def cells(self, case: CacheCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: CacheCase, request: Request) -> Iterable[Cell]:
         """A cell per row. Raises InputError for a model that is not known, and a text too short for the case."""
         from . import cache_quality  # noqa: PLC0415
 
-        cache_quality.checked(case, asked.text)
+        cache_quality.checked(case, request.text)
         for row in self.rows(case):
-            if row in asked.rows:
+            if row in request.rows:
                 exact = DTYPES[row] == "float32"
                 yield cell(case, row, resolved=row, mode="native", exact=exact)
 

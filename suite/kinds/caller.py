@@ -32,7 +32,7 @@ from attnsuite.backends import (
 )
 from attnsuite.backends.kv_layout import swap
 
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..errors import InputError
 from ..measure import execution
 from ..measure.fresh import Draw, renewed
@@ -206,14 +206,14 @@ def _library(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Given:
+class _Inputs:
     """Query, key, value and the output's cotangent, and what comes ``beside`` them by its keyword."""
 
     arrays: tuple[Array, Array, Array, Array]
     beside: dict[str, Any]
 
 
-def _given(case: CallerCase, draw: Draw | None = None) -> _Given:
+def _inputs(case: CallerCase, draw: Draw | None = None) -> _Inputs:
     """The arguments of a call, drawn from the case's seed. The arrays are renewed by ``draw``."""
     rng = np.random.default_rng([case.seed, 3])
 
@@ -241,7 +241,7 @@ def _given(case: CallerCase, draw: Draw | None = None) -> _Given:
     if case.pages is not None:
         beside["page_table"] = jnp.asarray(rng.permutation(case.pages).astype(np.int32).reshape(b, -1))
     query, key, value, d_out = renewed((query, key, value, d_out), draw)
-    return _Given((query, key, value, d_out), beside)
+    return _Inputs((query, key, value, d_out), beside)
 
 
 def caller_program(case: CallerCase, row: str) -> Program:
@@ -249,13 +249,13 @@ def caller_program(case: CallerCase, row: str) -> Program:
     if case.way in _FLAX:
         function = None if row == LIBRARY else attention_fn(row, on_unavailable="raise")
         return Program(*_flax_step(case, function), arrays=lambda outputs: outputs, renewed=(0,))
-    return _attention_program(case, row, _given(case))
+    return _attention_program(case, row, _inputs(case))
 
 
-def _attention_program(case: CallerCase, row: str, given: _Given) -> Program:
-    query, key, value, d_out = given.arrays
-    flags = {name: x for name, x in given.beside.items() if isinstance(x, bool)}
-    operands = {name: x for name, x in given.beside.items() if name not in flags}
+def _attention_program(case: CallerCase, row: str, inputs: _Inputs) -> Program:
+    query, key, value, d_out = inputs.arrays
+    flags = {name: x for name, x in inputs.beside.items() if isinstance(x, bool)}
+    operands = {name: x for name, x in inputs.beside.items() if name not in flags}
     attend = functools.partial(_attend(case, row), **flags)
     if case.way == "vmap":
         mapped = lambda q, k, v, x: attend(q[None], k[None], v[None], **x)[0]  # noqa: E731 (as a caller writes it)
@@ -342,12 +342,12 @@ def _linen_step(case: CallerCase, options: dict[str, Any], keys: Array, values: 
     return step, cache
 
 
-def _expected(case: CallerCase, given: _Given) -> dict[str, Any]:
+def _expected(case: CallerCase, inputs: _Inputs) -> dict[str, Any]:
     """Output and gradients in float64, through all layers."""
-    query, key, value, d_out = given.arrays
+    query, key, value, d_out = inputs.arrays
     spec = dataclasses.replace(caller_spec(case), batch=case.batch)
     of_layout, of_terms = (
-        {name: given.beside.get(name) for name in names}
+        {name: inputs.beside.get(name) for name in names}
         for names in (("mask", "key_value_seq_lengths", "page_table"), ("bias", "key_scales", "value_scales"))
     )
     layout, terms, queries = Layout(**of_layout), Terms(**of_terms), list[Any]([query])
@@ -371,7 +371,7 @@ def _flax_expected(case: CallerCase, draw: Draw | None) -> dict[str, Any]:
     return {"out": np.asarray(function(*arguments)).astype(np.float64)}
 
 
-def _of_one_head(case: CallerCase, given: _Given, choice: int) -> tuple[CallerCase, _Given, dict[str, Any]]:
+def _of_one_head(case: CallerCase, inputs: _Inputs, choice: int) -> tuple[CallerCase, _Inputs, dict[str, Any]]:
     """A sequence and the heads of one KV head as a call of their own; and where they are in each output."""
     entry, kv_head = choice % case.batch, choice // case.batch % case.kv_heads
     group = case.heads // case.kv_heads
@@ -383,12 +383,12 @@ def _of_one_head(case: CallerCase, given: _Given, choice: int) -> tuple[CallerCa
     of_keys = (batch, kv) if case.kv_layout == "HND" else (batch, slice(None), kv)
     at = {"out": (batch, slice(None), heads), "dq": (batch, slice(None), heads), "dk": of_keys, "dv": of_keys}
     at["dbias"] = slice(None), heads
-    query, key, value, d_out = given.arrays
+    query, key, value, d_out = inputs.arrays
     cut = {"bias": (slice(None), heads), "mask": (slice(None) if case.operand == "mask" else batch,)}
     cut["key_value_seq_lengths"] = (batch,)
-    beside = {name: x[cut[name]] if name in cut else x for name, x in given.beside.items()}
+    beside = {name: x[cut[name]] if name in cut else x for name, x in inputs.beside.items()}
     arrays = query[at["out"]], key[of_keys], value[of_keys], d_out[at["out"]]
-    return dataclasses.replace(case, batch=1, heads=group, kv_heads=1), _Given(arrays, beside), at
+    return dataclasses.replace(case, batch=1, heads=group, kv_heads=1), _Inputs(arrays, beside), at
 
 
 class Caller(Kind):
@@ -403,11 +403,11 @@ class Caller(Kind):
         """The row of the library."""
         return (LIBRARY,)
 
-    def cells(self, case: CallerCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: CallerCase, request: Request) -> Iterable[Cell]:
         """The library's cell, and one per backend."""
         spec, target = caller_spec(case), Target.here()
-        found = of_backends(case, asked, lambda row: [("attention", resolve(row, spec, target))])
-        if LIBRARY not in asked.rows:
+        found = of_backends(case, request, lambda row: [("attention", resolve(row, spec, target))])
+        if LIBRARY not in request.rows:
             return found
         return [cell(case, LIBRARY, resolved=LIBRARY, mode="native", exact=True), *found]
 
@@ -418,19 +418,19 @@ class Caller(Kind):
     def write_reference(self, case: CallerCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The outputs in float64, and the library's errors."""
         outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY), draw))
-        expected = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _given(case, draw))
+        expected = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _inputs(case, draw))
         save_reference(path, expected, outputs, case.dtype)
 
     def recheck(self, case: CallerCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
         """The heads of one KV head, by the oracle; of a cache, and of flax's layer that mixes heads, everything."""
         if case.way in _FLAX or case.is_cache:
-            exact = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _given(case, draw))
+            exact = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _inputs(case, draw))
             expected, found = exact, outputs
             library = execution.outputs_of(caller_program(case, LIBRARY), draw)
         else:
-            part, given, at = _of_one_head(case, _given(case, draw), choice)
-            expected, found = _expected(part, given), {name: outputs[name][at[name]] for name in outputs}
-            library = execution.outputs_of(_attention_program(part, LIBRARY, given))
+            part, inputs, at = _of_one_head(case, _inputs(case, draw), choice)
+            expected, found = _expected(part, inputs), {name: outputs[name][at[name]] for name in outputs}
+            library = execution.outputs_of(_attention_program(part, LIBRARY, inputs))
         return judge_tensors(found, expected, named_outputs(library), case.dtype)
 
     def prepare(self, cell: Cell, case: CallerCase, means: Means) -> Prepared:

@@ -15,7 +15,7 @@ from attnsuite.backends import Target, from_function, registry
 from attnsuite.backends.features import Mode
 from attnsuite.backends.support import takes_of
 
-from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..measure.judge import as_error
 from ..record import Record
 from ..subprocess_function import SubprocessFunctionError, subprocess_function_of
@@ -80,9 +80,9 @@ class Conformance(Kind):
     needs_ceilings: ClassVar = False
     calls_in_subprocess: ClassVar = True
 
-    def cells(self, case: ConformanceCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: ConformanceCase, request: Request) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""
-        for row in backends_of(asked):
+        for row in backends_of(request):
             mode = "interpret" if case.interpret and _interprets(row) else "native"
             yield cell_of(case, row, resolved=row, mode=mode, exact=registry.get(row).exact)
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 from attnsuite.backends import AttentionSpec, BackendUnavailableError, Resolution, Target, registry
 
 from .. import peers, typed
-from ..cell import Asked, Case, Cell, Means, Prepared
+from ..cell import Case, Cell, Means, Prepared, Request
 from ..errors import InputError
 from ..measure.judge import judge_outputs
 
@@ -65,7 +65,7 @@ class Kind:
     peers: ClassVar[tuple[str, ...]] = ()  # those of ``suite/peers/`` that take its cases
     baseline: ClassVar[str] = "standard"  # the row that times and memory of a case are relative to
 
-    def cells(self, case: Any, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: Any, request: Request) -> Iterable[Cell]:
         """The cells of a case on this machine, with what runs in each (initialises JAX). Raises InputError."""
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class Kind:
     def read(self, fields: Mapping[str, Any]) -> Case:
         """The case with these fields, ``kind`` among them. Raises ValueError with a sentence, less its full stop."""
         if self.case is None:
-            raise ValueError(f"kind = {typed.given(fields['kind'])} is of records alone; no suite has such a case")
+            raise ValueError(f"kind = {typed.quoted(fields['kind'])} is of records alone; no suite has such a case")
         return typed.convert(fields, self.case)
 
     def rows(self, case: Any) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Kind:
     def recheck(self, case: Any, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError] | None:
         """Judge a part of the outputs of a timed call, chosen by ``choice``; None where a part cannot be judged.
 
-        Asked for functions of the user. With ``rechecks_all``, for a kind where it costs little, it is for every row.
+        Called for functions of the user. With ``rechecks_all``, of a kind where it costs little, it is for every row.
         """
         return None
 
@@ -135,9 +135,9 @@ def refused(case: Case, row: str, reasons: Iterable[str]) -> Cell:
     return cell(case, row, resolved=None, mode=None, exact=None, reasons=tuple(reasons))
 
 
-def of_backends(case: Case, asked: Asked, ask: Callable[[str], Iterable[tuple[str, Resolution]]]) -> list[Cell]:
+def of_backends(case: Case, request: Request, ask: Callable[[str], Iterable[tuple[str, Resolution]]]) -> list[Cell]:
     """The cells of all backends that are asked for, see :func:`of_backend`."""
-    return [of_backend(case, row, ask) for row in backends_of(asked)]
+    return [of_backend(case, row, ask) for row in backends_of(request)]
 
 
 def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[tuple[str, Resolution]]]) -> Cell:
@@ -154,17 +154,17 @@ def of_backend(case: Case, row: str, ask: Callable[[str], Iterable[tuple[str, Re
     return cell(case, row, resolved="+".join(names), mode=mode, exact=exact, reasons=reasons)
 
 
-def of_peers(case: Case, asked: Asked, names: Iterable[str]) -> Iterable[Cell]:
+def of_peers(case: Case, request: Request, names: Iterable[str]) -> Iterable[Cell]:
     """A cell for each of the peers ``names`` that is asked for."""
-    for row in asked.rows:
+    for row in request.rows:
         if row in names:
             reasons = peers.refusals(row, case)
             yield refused(case, row, reasons) if reasons else cell(case, row, resolved=row, mode="native", exact=True)
 
 
-def backends_of(asked: Asked) -> tuple[str, ...]:
+def backends_of(request: Request) -> tuple[str, ...]:
     """The rows that are asked for and are backends."""
-    return tuple(row for row in asked.rows if row in registry.names())
+    return tuple(row for row in request.rows if row in registry.names())
 
 
 def problem_of(case: Case) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def name_case(case: Any, name: str) -> None:
         object.__setattr__(case, "name", name)
     if not _NAME.fullmatch(case.name):
         accepted = "letters, digits, dots, dashes and underscores, at most 200"
-        raise InputError(f"name = {typed.given(case.name)} cannot name a case; use {accepted}.")
+        raise InputError(f"name = {typed.quoted(case.name)} cannot name a case; use {accepted}.")
 
 
 def model_word(model: str) -> str:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from attnsuite.backends import registry
 
 from .. import typed
-from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..record import Record
 from ..typed import Count, Real, Seed
 from .kind import Kind, check_fields
@@ -179,11 +179,11 @@ class LossCurves(Kind):
         """The runs of the standard backend and its controls, then all other backends."""
         return (*own_runs(), *(name for name in registry.names() if name != "standard"))
 
-    def cells(self, case: TrainingCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: TrainingCase, request: Request) -> Iterable[Cell]:
         """A cell per row that is asked for. Raises InputError for a preset that does not exist or reads no bytes."""
         from . import training  # noqa: PLC0415
 
-        return [training.cell_of(case, run_of(row)) for row in asked.rows if row.partition("@")[0] in self.rows(case)]
+        return [training.cell_of(case, run_of(row)) for row in request.rows if row.partition("@")[0] in self.rows(case)]
 
     def prepare(self, cell: Cell, case: TrainingCase, means: Means) -> Prepared:
         """Train; nothing is timed."""

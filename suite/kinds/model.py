@@ -18,7 +18,7 @@ import numpy as np
 from attnsuite.backends import AttentionSpec, Target
 
 from .. import peers
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..errors import InputError
 from ..measure import execution
 from ..measure.fresh import Draw
@@ -112,13 +112,13 @@ class Model(Kind):
     peers: ClassVar = ("transformers", "transformers_unthrottled")
     judges_in_subprocess: ClassVar = True
 
-    def cells(self, case: ModelCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: ModelCase, request: Request) -> Iterable[Cell]:
         """A cell per backend and peer. Raises InputError for a model that is not known."""
         from . import model_program  # noqa: PLC0415
 
         config = model_program.model_config(case)
-        found = of_backends(case, asked, lambda row: model_program.resolutions_of(case, config, row))
-        return [*found, *of_peers(case, asked, self.peers)]
+        found = of_backends(case, request, lambda row: model_program.resolutions_of(case, config, row))
+        return [*found, *of_peers(case, request, self.peers)]
 
     def spec(self, case: ModelCase) -> AttentionSpec | None:
         """The attention of a layer, if all layers have the same type."""

@@ -21,6 +21,7 @@ from jaxtyping import Int
 from attnsuite.backends.contract import Kept, SelectsKeys
 from attnsuite.models import KVCache, ModelConfig, Transformer
 from attnsuite.models.cache import Slots, default_dtype
+from attnsuite.models.config import AttentionType
 from attnsuite.models.forward import forward_cached
 from attnsuite.models.parameters import parameter_shapes
 from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
@@ -184,13 +185,13 @@ def model_flops(case: ModelCase, config: ModelConfig) -> float:
     return matmul * (3 if training else 1) + attention
 
 
-def _pairs(case: ModelCase, config: ModelConfig, kind: str, prompt: int) -> int:
+def _pairs(case: ModelCase, config: ModelConfig, kind: AttentionType, prompt: int) -> int:
     """Visible pairs of a layer of this type in one sequence."""
 
     def count(length: int) -> int:
-        shape = {"query_length": 1 if case.is_decode else length, "key_value_length": length}
-        spec = plain_spec(attention_spec(config, kind, batch=1, **shape))
-        return visible_pairs(nearest_case(spec, decode=case.is_decode, needs_grad=False))
+        queries = 1 if case.is_decode else length
+        spec = attention_spec(config, kind, batch=1, query_length=queries, key_value_length=length)
+        return visible_pairs(nearest_case(plain_spec(spec), decode=case.is_decode, needs_grad=False))
 
     if not case.is_decode:
         return count(prompt)

@@ -163,7 +163,7 @@ def is_plain(problem: Mapping[str, Any]) -> bool:
 def without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with ``window`` of version 0.1 replaced; ``window`` left out the token itself. Raises InputError."""
     if fields.get("window") is not None:
-        given = typed.given(fields["window"])
+        given = typed.quoted(fields["window"])
         raise InputError(
             f"{label_of(fields)}: window = {given} counted the keys beside the token and is gone; use window_size, "
             "which counts the token too (window_size = window + 1)."

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..measure import judge
 from ..typed import Seed
 from .kind import Kind, Least, Long, check_fields, name_case, of_backends
@@ -34,12 +34,12 @@ class Retrieval(Kind):
     case: ClassVar = RetrievalCase
     shares_process: ClassVar = True
 
-    def cells(self, case: RetrievalCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: RetrievalCase, request: Request) -> Iterable[Cell]:
         """A cell per backend."""
         from . import model_program, quality  # noqa: PLC0415
 
         config = quality.retrieval_model(case).config
-        return of_backends(case, asked, lambda row: model_program.resolutions_of_sequence(config, case.sequence, row))
+        return of_backends(case, request, lambda row: model_program.resolutions_of_sequence(config, case.sequence, row))
 
     def prepare(self, cell: Cell, case: RetrievalCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..errors import CellFailure, InputError
 from ..typed import Count, Seed
 from .kind import Kind, Least, Long, check_fields, model_word, name_case, of_backends
@@ -60,12 +60,12 @@ class Serving(Kind):
     case: ClassVar = ServingCase
     shares_process: ClassVar = True
 
-    def cells(self, case: ServingCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: ServingCase, request: Request) -> Iterable[Cell]:
         """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
         from . import serving_trace  # noqa: PLC0415
 
-        config = serving_trace.checked(case, asked.text)
-        return of_backends(case, asked, lambda row: serving_trace.resolutions_of(case, config, row))
+        config = serving_trace.checked(case, request.text)
+        return of_backends(case, request, lambda row: serving_trace.resolutions_of(case, config, row))
 
     def judged_by(self, case: ServingCase, mode: str | None) -> tuple[ServingCase, ...]:
         """The case itself."""

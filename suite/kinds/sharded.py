@@ -24,7 +24,7 @@ from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, p
 from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
 
 from .. import typed
-from ..cell import Asked, Cell, Means, Outcome, Prepared
+from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..errors import InputError
 from ..measure.judge import as_error
 from ..measure.program import named_outputs
@@ -108,13 +108,13 @@ class ShardedCase:
         object.__setattr__(self, "name", self.name or f"{self.problem}, {self.mesh}{exchange}")
         check_fields(self)
         if self.problem not in PROBLEMS:
-            raise InputError(f"problem = {typed.given(self.problem)} is not known; use one of {', '.join(PROBLEMS)}.")
+            raise InputError(f"problem = {typed.quoted(self.problem)} is not known; use one of {', '.join(PROBLEMS)}.")
         if not _MESH.fullmatch(self.mesh) or len(self.shape) != self.mesh.count(" x ") + 1:
             wanted = "axes among data, heads and context with their sizes, such as data 2 x context 4"
-            raise InputError(f"mesh = {typed.given(self.mesh)} is not a mesh; give {wanted}.")
+            raise InputError(f"mesh = {typed.quoted(self.mesh)} is not a mesh; give {wanted}.")
         if ("context" in self.shape) != (self.exchange is not None):
             wanted = "gather or ring" if "context" in self.shape else "none"
-            raise InputError(f"exchange = {typed.given(self.exchange)} does not fit mesh {self.mesh}; use {wanted}.")
+            raise InputError(f"exchange = {typed.quoted(self.exchange)} does not fit mesh {self.mesh}; use {wanted}.")
         if self.devices % self.processes:
             raise InputError(f"processes = {self.processes} do not share the {self.devices} devices equally.")
 
@@ -149,10 +149,10 @@ class ShardedKind(Kind):
     facts: ClassVar = Share
     shares_process: ClassVar = True
 
-    def cells(self, case: ShardedCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: ShardedCase, request: Request) -> Iterable[Cell]:
         """A cell per backend, on CPU devices: native, or interpreted for a backend that takes a CPU no other way."""
         target = Target.named("cpu")
-        for row in backends_of(asked):
+        for row in backends_of(request):
             backend = registry.get(row)
             native = support(backend, _spec(case.problem, backend), target, "native")
             yield Cell(

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-from ..cell import Asked, Cell, Means, Prepared
+from ..cell import Cell, Means, Prepared, Request
 from ..measure import judge
 from . import kind_of
 from .kind import SHORT_DTYPE, Dtype, Kind, Least, backends_of, check_fields, model_word, name_case, of_backend, refused
@@ -37,19 +37,19 @@ class Text(Kind):
     case: ClassVar = TextCase
     shares_process: ClassVar = True
 
-    def cells(self, case: TextCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: TextCase, request: Request) -> Iterable[Cell]:
         """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
         from . import model_program, quality  # noqa: PLC0415
 
         config = model_program.model_config(case)
-        quality.read_text(case, config, asked.text)
+        quality.read_text(case, config, request.text)
         ask = functools.partial(model_program.resolutions_of_sequence, config, case.sequence)
         beside_controls = {
             kind_of(other.kind).controlled.get(other.kind): other.kind
-            for other in asked.cases
+            for other in request.cases
             if getattr(other, "model", None) == case.model
         }
-        for row in backends_of(asked):
+        for row in backends_of(request):
             kind = beside_controls.get(row)
             yield of_backend(case, row, ask) if kind is None else _left_to_controls(case, row, kind)
 

@@ -72,7 +72,7 @@ def _device() -> Suite:
     calls = [case for case in (*QUICK.cases, *own.cases) if kind_of(case.kind).is_call]
     others = [case for case in QUICK.cases if case not in calls]
     calls.sort(key=lambda case: getattr(case, "dtype", "") != "bfloat16")
-    half = (dataclasses.replace(case, dtype="bfloat16", name="") for case in others if hasattr(case, "dtype"))  # pyright: ignore[reportCallIssue]
+    half = (dataclasses.replace(case, dtype="bfloat16", name="") for case in others if hasattr(case, "dtype"))  # pyright: ignore[reportArgumentType]  (every case is a dataclass)
     return dataclasses.replace(own, cases=(*calls, *half, *others))
 
 

@@ -63,7 +63,7 @@ def run(command: Harvest) -> int:
         print(f"suite: {command.out}")
     for row in rows:
         for sentence in row.sentences:
-            tell(f"{'left out' if row.case is None else row.case.name}: {sentence} ({', '.join(row.places)})")
+            tell(f"{'left out' if row.case is None else row.case.name}: {sentence} ({', '.join(row.call_sites)})")
     _say_masks(command.script, found, step, args)
     if command.time:
         _say_times(command.script, found, step, args)

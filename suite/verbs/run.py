@@ -69,7 +69,7 @@ class Run(OnFleet):
 
 _FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
 # Suites that list their own cells, and the flags that they take.
-_OWN_CELLS = {
+_LISTED_CELLS = {
     "sharded": ("suite", "out", "resume", *_FLEET),
     "curves": ("suite", "out", "resume", "model", "backends", "steps", "interpreted_steps", "mesh", *_FLEET),
 }
@@ -89,7 +89,7 @@ def run(command: Run) -> int:
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
-    grid = _own_cells(command) if command.suite in _OWN_CELLS else None
+    grid = _listed_cells(command) if command.suite in _LISTED_CELLS else None
     if grid is not None:
         with progress(lambda: resuming(f"run --suite {grid.suite}", grid.out)) as display:
             execute(grid, display, fleet)
@@ -104,7 +104,7 @@ def run(command: Run) -> int:
         check_directory(request.profile)
     with progress(lambda: resuming("run", request.out)) as display:
         execute(request, display, fleet)
-    code = show(request.out, *_verdicts(request)) or _named(request, asked=command.backends is not None)
+    code = show(request.out, *_verdicts(request)) or _named(request, requested=command.backends is not None)
     if request.profile is not None:
         from attnsuite import reports
 
@@ -123,8 +123,8 @@ def _device(command: Run) -> int:
     from .report import show
 
     out, limits = directory_of(command, "device"), limits_of(command.cell_timeout, command.cell_memory)
-    asked = None if command.backends is None else tuple(names_of(command.backends, "--backends"))
-    found = device_run(asked, out, limits, resume=command.resume, busy=command.busy)
+    requested = None if command.backends is None else tuple(names_of(command.backends, "--backends"))
+    found = device_run(requested, out, limits, resume=command.resume, busy=command.busy)
     print("\n".join(found.plan()), flush=True)
     busy = command.busy or found.suite.busy
     suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command), busy=busy)
@@ -139,7 +139,7 @@ def _device(command: Run) -> int:
 
 def _check_flags(command: Run) -> None:
     """Raise InputError for a flag that has no meaning for the suite."""
-    taken = (_OWN_CELLS | {"device": _OF_DEVICE}).get(command.suite or "")
+    taken = (_LISTED_CELLS | {"device": _OF_DEVICE}).get(command.suite or "")
     changed = [field.name for field in dataclasses.fields(command) if getattr(command, field.name) != field.default]
     for name in changed:
         flag_name = f"--{name.replace('_', '-')}"
@@ -150,7 +150,7 @@ def _check_flags(command: Run) -> None:
             raise InputError(f"{flag_name} is not for --suite {command.suite}, which takes {flags}.")
 
 
-def _own_cells(command: Run) -> Grid:
+def _listed_cells(command: Run) -> Grid:
     """The grid of a suite that lists its own cells. Raises InputError."""
     from ..flag_values import names_of
     from ..host_devices import parse_mesh
@@ -178,18 +178,18 @@ def _own_cells(command: Run) -> Grid:
     )
 
 
-def _named(request: RunGrid, *, asked: bool) -> int:
+def _named(request: RunGrid, *, requested: bool) -> int:
     """Say where what was asked for by name did not run; 2 if a function of the user has run in no case, else 0."""
     from ..store import RECORDS, parse_records
     from ..user_function import is_reference
 
     records = parse_records(request.out / RECORDS)[0]
-    for name in request.backends if asked else ():
-        own = [record for record in records if record.requested == name]
-        without = [record for record in own if record.status == "unsupported"]
+    for name in request.backends if requested else ():
+        tried = [record for record in records if record.requested == name]
+        without = [record for record in tried if record.status == "unsupported"]
         if without:
             reason = next(iter(without[0].reasons), without[0].error)
-            tell(f"{name}: unsupported in {len(without)} of {len(own)} cases: {reason}")
+            tell(f"{name}: unsupported in {len(without)} of {len(tried)} cases: {reason}")
     ran = {record.requested for record in records if record.status in ("ok", "wrong")}
     idle = [name for name in request.backends if is_reference(name) and name not in ran]
     for name in idle:
@@ -199,12 +199,12 @@ def _named(request: RunGrid, *, asked: bool) -> int:
 
 def _sample_seconds(command: Run) -> float | None:
     """How long a cell is sampled; None for ten samples or a second. Raises InputError."""
-    asked = command.sample_seconds
-    if asked is not None and not 0 < asked <= command.cell_timeout:
+    seconds = command.sample_seconds
+    if seconds is not None and not 0 < seconds <= command.cell_timeout:
         raise InputError(
-            f"--sample-seconds {asked:g} must be above 0 and at most the --cell-timeout of {command.cell_timeout:g}."
+            f"--sample-seconds {seconds:g} must be above 0 and at most the --cell-timeout of {command.cell_timeout:g}."
         )
-    return asked
+    return seconds
 
 
 def _verdicts(request: RunGrid) -> tuple[Path, ...]:
@@ -233,8 +233,8 @@ def _request(command: Run) -> RunGrid:
     model = _model_flags(command, {} if command.resume else flags)
     if command.resume:
         out = directory_of(command, "")
-        if given := spelled(flags) or ("--model" if model else ""):
-            raise InputError(f"{given} cannot change a run that was begun; leave it out, or start a new run.")
+        if named := spelled(flags) or ("--model" if model else ""):
+            raise InputError(f"{named} cannot change a run that was begun; leave it out, or start a new run.")
         return resumed_request(command.suite, command.backends, command.cases, text_of(command), out, limits, shard)
     suite = command.suite or "quick"
     name = Path(suite).stem if model is None or model.suite else Path(model.model).resolve().name
@@ -252,17 +252,17 @@ def _model_flags(command: Run, flags: Mapping[str, Any]) -> ModelSuiteFlags | No
         "--dtype": command.dtype,
         "--calibration": flags.get("calibration"),
     }
-    given = [flag for flag, value in sizes.items() if value is not None]
+    named = [flag for flag, value in sizes.items() if value is not None]
     made = command.suite if command.suite in model_suites() else ""
     if command.model is None and not made:
-        if given:
-            raise InputError(f"{', '.join(given)} is about a checkpoint; add --model.")
+        if named:
+            raise InputError(f"{', '.join(named)} is about a checkpoint; add --model.")
         return None
     if command.suite is not None and not made:
         known = " or ".join(f"--suite {name}" for name in model_suites())
         raise InputError(f"--model brings its own cases; leave out --suite, or give {known}.")
-    given_sizes = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
-    values = {name: value for name, value in given_sizes.items() if value is not None}
+    fields = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
+    values = {name: value for name, value in fields.items() if value is not None}
     try:
         return typed.convert({"model": command.model or "text", "suite": made, **values}, ModelSuiteFlags)
     except ValueError as error:

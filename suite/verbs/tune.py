@@ -68,7 +68,7 @@ def run(command: Tune) -> int:
         cases=TUNED if command.cases is None else select(TUNED, names_of(command.cases, "--cases")),
         target=target,
         limits=limits_of(command.cell_timeout),
-        given=parse_options(command.options),
+        fixed=parse_options(command.options),
         minutes=command.minutes,
         out=out,
         resume=command.resume,

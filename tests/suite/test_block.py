@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from attnsuite.backends import Plan, plan
-from attnsuite.suite.cell import Asked, Means
+from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import block, make_case
 from attnsuite.suite.kinds.block import BLOCK, BlockCase
@@ -30,7 +30,7 @@ def reference(tmp_path_factory):
 
 
 def prepared(case, row, reference):
-    (cell,) = BLOCK.cells(case, Asked(rows=(row,), cases=(case,)))
+    (cell,) = BLOCK.cells(case, Request(rows=(row,), cases=(case,)))
     found = BLOCK.prepare(cell, case, Means(reference=None, memory_limit=2**32))
     errors = BLOCK.judge(case, found.answers(DRAW.seed), reference, DRAW, exact=True)
     return dataclasses.replace(found, outcome=judged(dataclasses.replace(found.outcome, accuracy=errors), exact=True))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.suite.cell import Asked, Means
+from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import caller, kind_of, make_case
 from attnsuite.suite.measure.fresh import Draw
@@ -34,7 +34,7 @@ def case_of(way, **fields):
 def prepared(case, row, folder):
     kind, path = kind_of("caller"), folder / "reference.npz"
     kind.write_reference(case, path, None, Draw(0))
-    (cell,) = (each for each in kind.cells(case, Asked(rows=(row,), cases=(case,))) if each.row == row)
+    (cell,) = (each for each in kind.cells(case, Request(rows=(row,), cases=(case,))) if each.row == row)
     found = kind.prepare(cell, case, Means(reference=None, memory_limit=2**33))
     errors = kind.judge(case, found.answers(0), path, Draw(0), exact=True)
     return dataclasses.replace(found, outcome=dataclasses.replace(found.outcome, accuracy=errors))

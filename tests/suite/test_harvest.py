@@ -23,7 +23,7 @@ from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, training_step
 from attnsuite.suite import step_time
 from attnsuite.suite.harvest import Harvest, harvest, traced
-from attnsuite.suite.harvest_suite import UNSAID, problems_of, to_toml
+from attnsuite.suite.harvest_suite import NOT_IN_A_CASE, problems_of, to_toml
 from attnsuite.suite.suites import find_suite
 from command import code_of
 
@@ -96,7 +96,7 @@ def test_training_step_of_nnx_layers_with_remat_counts_each_layer_once():
     assert (row.count, row.sentences) == (3, ())
     assert row.case.name == "forward-backward-s16-h2k2-d16-b2-f32"
     assert [
-        place.endswith(f"{place_of('# here nnx attends')} (flax.nnx.dot_product_attention)") for place in row.places
+        place.endswith(f"{place_of('# here nnx attends')} (flax.nnx.dot_product_attention)") for place in row.call_sites
     ]
 
 
@@ -105,7 +105,7 @@ def test_scanned_layers_of_linen_count_as_often_as_they_run_and_mask_and_dropout
     params = jax.eval_shape(model.init, jax.random.key(0), shaped(2, 16, 32))
     step = jax.jit(jax.value_and_grad(lambda params, x: model.apply(params, x).sum()))
     (row,) = problems_of(traced(step, params, shaped(2, 16, 32)))
-    (place,) = row.places
+    (place,) = row.call_sites
     assert row.count == 4
     assert row.case.name == "forward-backward-s16-h2k2-d16-b2-full-f32"
     assert place_of("# here linen attends") in place
@@ -126,7 +126,7 @@ def test_training_step_of_a_model_counts_its_layers_in_each_part_of_the_batch(re
     assert row.count == 3 * config.num_layers
     assert row.case.kind == "op_forward_backward"
     assert (row.case.batch, row.case.sequence, row.case.heads) == (2, 32, config.num_heads)
-    assert all("models/" in place for place in row.places)
+    assert all("models/" in place for place in row.call_sites)
 
 
 def test_jitted_layer_counts_each_time_it_is_called_and_vmap_multiplies_the_batch():
@@ -168,7 +168,7 @@ def test_call_through_this_package_says_decode_steps_and_what_no_case_has():
 
 def test_every_array_that_a_call_may_bring_and_no_case_has_is_told_in_words():
     brought = {field.name for field in dataclasses.fields(AttentionSpec) if field.name.startswith("has_")}
-    assert brought <= set(UNSAID)
+    assert brought <= set(NOT_IN_A_CASE)
 
 
 def test_everything_is_as_it_was_after_the_block_also_after_an_exception():

@@ -15,7 +15,7 @@ import pytest
 from attnsuite.backends import Target, registry
 from attnsuite.reports import render
 from attnsuite.suite import judgement, user_function
-from attnsuite.suite.cell import Asked, Outcome
+from attnsuite.suite.cell import Outcome, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.grid.run import new_request, resumed_request
@@ -248,7 +248,7 @@ def test_verdict_finds_what_another_number_of_threads_changes(kernels):
 
 def test_interpret_is_for_kernels_that_have_an_interpreter():
     case = ConformanceCase(name="symmetric", interpret=True)
-    cells = conformance_kind.CONFORMANCE.cells(case, Asked(rows=("standard", "splash"), cases=(case,)))
+    cells = conformance_kind.CONFORMANCE.cells(case, Request(rows=("standard", "splash"), cases=(case,)))
     assert {cell.row: cell.mode for cell in cells} == {"standard": "native", "splash": "interpret"}
 
 

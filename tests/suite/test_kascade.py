@@ -14,7 +14,7 @@ from attnsuite.backends import AttentionSpec, Layout, Target, registry
 from attnsuite.backends.contract import may_attend
 from attnsuite.backends.kascade import Tiling, kept_fraction, manual
 from attnsuite.models.planning import attention_spec
-from attnsuite.suite.cell import Asked, Means
+from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.kascade import dense, quality, stack_program
@@ -71,7 +71,7 @@ def one_pass(method, top_k):
 
 def reasons_of(row, case):
     """Why a row of a case is refused on this machine."""
-    (cell,) = kind_of(case.kind).cells(case, Asked(rows=(row,), cases=(case,)))
+    (cell,) = kind_of(case.kind).cells(case, Request(rows=(row,), cases=(case,)))
     return cell.reasons
 
 
@@ -277,7 +277,7 @@ def test_several_thresholds_and_distances_make_every_case_of_quality_once_for_ea
 def test_row_of_another_kernel_is_interpreted_where_it_cannot_run_and_refused_where_it_repeats_kascade():
     whole = dataclasses.replace(STACK, name="", layers=2, anchors=1, sequence=64, tile_size=16)
     rows = ("kascade", "kascade_xla", "kascade_pallas")
-    cells = {cell.row: cell for cell in kind_of(whole.kind).cells(whole, Asked(rows=rows, cases=(whole,)))}
+    cells = {cell.row: cell for cell in kind_of(whole.kind).cells(whole, Request(rows=rows, cases=(whole,)))}
     assert "would repeat" in cells["kascade_xla"].reasons[0]
     assert (cells["kascade"].mode, cells["kascade_pallas"].mode) == ("native", "interpret")
     prepared = kind_of(whole.kind).prepare(cells["kascade_pallas"], whole, Means(reference=None, memory_limit=2**33))

@@ -13,7 +13,7 @@ from attnsuite import reports
 from attnsuite.models import ModelConfig, Transformer
 from attnsuite.reports import ReportError
 from attnsuite.reports.pages.curves import page, verdicts
-from attnsuite.suite.cell import Asked
+from attnsuite.suite.cell import Request
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import here
@@ -46,7 +46,7 @@ def trained(case, *rows):
     context = RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=mock.Mock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "config_of", lambda _: CONFIG)
-        return list(here(LOSS_CURVE.cells(case, Asked(rows=rows, cases=(case,))), context))
+        return list(here(LOSS_CURVE.cells(case, Request(rows=rows, cases=(case,))), context))
 
 
 @pytest.fixture(scope="module")

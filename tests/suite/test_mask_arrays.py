@@ -39,7 +39,7 @@ def spec_of(mask, queries=T):
 def test_array_is_said_in_words_that_mean_the_same(words):
     mask = MASKS[words]
     said = mask_arrays.read(mask, spec_of(mask))
-    assert said.words == words
+    assert said.text == words
     q = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 2, 8)), jnp.float32)
     by_array = backends.attention(q, q, q, mask=mask, backend="standard")
     by_words = backends.attention(q, q, q, **said.arguments, backend="standard")
@@ -48,7 +48,7 @@ def test_array_is_said_in_words_that_mean_the_same(words):
 
 def test_a_step_of_decoding_is_a_length():
     mask = np.arange(T)[None, None, None] < 7
-    assert mask_arrays.read(mask, spec_of(mask, queries=1)).words == "key_value_seq_lengths=[7, 7]"
+    assert mask_arrays.read(mask, spec_of(mask, queries=1)).text == "key_value_seq_lengths=[7, 7]"
 
 
 @pytest.mark.parametrize("change", ["one pair", "one head"])

@@ -9,7 +9,7 @@ import pytest
 
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.suite import kinds
-from attnsuite.suite.cell import Asked, Means
+from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.cache import CACHE, CONTROL, CacheCase
 from attnsuite.suite.kinds.serving import SERVING, ServingCase
@@ -17,7 +17,7 @@ from attnsuite.suite.kinds.serving import SERVING, ServingCase
 
 def cells_of(case):
     kind = kinds.kind_of(case.kind)
-    return list(kind.cells(case, Asked(rows=kind.rows(case), cases=(case,))))
+    return list(kind.cells(case, Request(rows=kind.rows(case), cases=(case,))))
 
 
 def outcomes(case):
@@ -47,7 +47,7 @@ def test_a_cache_case_names_its_rows_and_refuses_a_text_that_is_too_short():
 @pytest.mark.serving
 def test_requests_served_together_get_the_tokens_that_they_get_alone_or_the_cell_is_wrong(tmp_path):
     case = ServingCase(requests=3, sequence=64, new_tokens=4, batch=2, tokens_per_step=24, per_second=1000.0)
-    (cell,) = SERVING.cells(case, Asked(rows=("standard",), cases=(case,)))
+    (cell,) = SERVING.cells(case, Request(rows=("standard",), cases=(case,)))
     assert (cell.resolved, cell.mode, cell.exact) == ("standard", "native", True)
     reference = tmp_path / "alone.npz"
     SERVING.write_reference(case, reference, None, None)
@@ -73,6 +73,6 @@ def test_a_serving_case_is_refused_where_a_step_has_no_room_for_each_sequence():
 def test_a_backend_that_takes_no_pages_is_shown_with_its_reason():
     case = ServingCase(requests=2)
     with pytest.warns(BackendFallbackWarning):
-        (cell,) = SERVING.cells(case, Asked(rows=("kascade",), cases=(case,)))
+        (cell,) = SERVING.cells(case, Request(rows=("kascade",), cases=(case,)))
     assert cell.mode == "fallback"
     assert any("page_size=16" in reason for reason in cell.reasons)

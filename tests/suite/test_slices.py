@@ -24,7 +24,7 @@ def chips(monkeypatch):
 
 def test_chips_that_nothing_is_left_for_are_refused_with_the_numbers():
     decode = ModelCase(kind="model_decode", model="llama-3.1-8b", sequence=2048, new_tokens=1)
-    reason = slices.deal(decode, Target.named("v5e:4x4"))
+    reason = slices.shard(decode, Target.named("v5e:4x4"))
     assert reason == (
         "of the 16 chips of tpu:v5e:4x4 8 share num_kv_heads=8, and 2 are left, which batch=1 cannot be dealt to; give "
         "a batch that 2 divides, or a smaller slice."

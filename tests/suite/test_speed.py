@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnsuite.suite.cell import Asked, Cell, Means
+from attnsuite.suite.cell import Cell, Means, Request
 from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds import kind_of, problem_of
@@ -143,6 +143,6 @@ def test_sample_ends_when_its_process_is_at_rest_or_after_a_second(monkeypatch, 
 @pytest.mark.parametrize(("kind", "plain"), [("op_decode", True), ("op_forward", False)])
 def test_a_record_says_where_its_backend_takes_the_plain_formula(kind, plain):
     case = OpCase(kind=kind, sequence=136, heads=2, kv_heads=2, head_dim=16)
-    (cell,) = kind_of(kind).cells(case, Asked(rows=("chunked",), cases=(case,)))
+    (cell,) = kind_of(kind).cells(case, Request(rows=("chunked",), cases=(case,)))
     notes = kind_of(kind).prepare(cell, case, Means(reference=None, memory_limit=2**33)).outcome.notes
     assert any("chunked takes XLA's plain formula" in note for note in notes) is plain

@@ -96,10 +96,10 @@ def problem(case: SelectionCase, text: TextFile | None) -> Questions:
 
 def write_dense(case: SelectionCase, path: Path, text: TextFile | None) -> None:
     """Write dense logits to ``path`` (.npz). Without a calibration of the case's own, write one beside it."""
-    model, asked = case_model(case), problem(case, text)
+    model, questions = case_model(case), problem(case, text)
     measured = fine_tuned(case, model, "dense") if case.training_steps else model
-    logits = [np.asarray(measured(part, backend="standard", needs_grad=False)) for part in batches(asked.tokens)]
-    np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(asked.tokens)])
+    logits = [np.asarray(measured(part, backend="standard", needs_grad=False)) for part in batches(questions.tokens)]
+    np.savez(path, allow_pickle=False, logits=np.concatenate(logits)[: len(questions.tokens)])
     if case.calibration:
         return
     options = {name: getattr(settings_of(case), name) for name in ("top_k", "min_keys", "granularity", "tile_size")}

@@ -21,10 +21,10 @@ _STACK: tuple[str, ...] = ("kascade_prefill", "kascade_decode")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to attend. ``control`` marks a row of the gate that has to fail. ``told`` describes the row."""
+    """One way to attend. ``control`` marks a row of the gate that has to fail. ``about`` describes the row on pages."""
 
     name: str
-    told: str
+    about: str
     kinds: tuple[str, ...]
     exact: bool = False
     control: bool = False
@@ -33,45 +33,46 @@ class Method:
 METHODS = {
     method.name: method
     for method in (
-        Method(name="dense", told="every layer dense (chunked in the speed cases)", kinds=(*_CHOICES, *_STACK),
+        Method(name="dense", about="every layer dense (chunked in the speed cases)", kinds=(*_CHOICES, *_STACK),
                exact=True),
-        Method(name="oracle_query", told="each query of each head attends to the tiles that hold most of its own "
+        Method(name="oracle_query", about="each query of each head attends to the tiles that hold most of its own "
                "attention", kinds=_QUALITY),
-        Method(name="oracle_pooled", told="Kascade with every layer an anchor: nothing is reused", kinds=_QUALITY),
-        Method(name="kascade", told="Kascade under the case's schedule (dp unless told), by tiles",
+        Method(name="oracle_pooled", about="Kascade with every layer an anchor: nothing is reused", kinds=_QUALITY),
+        Method(name="kascade", about="Kascade under the case's schedule (dp unless told), by tiles",
                kinds=(*_CHOICES, *_STACK)),
-        Method(name="kascade_both_phases", told="Kascade that also fills the cache which its decode steps read; in "
+        Method(name="kascade_both_phases", about="Kascade that also fills the cache which its decode steps read; in "
                "the decode cases all other rows are decode-only, behind a cache that dense attention filled",
                kinds=_QUALITY),
-        Method(name="kascade_greedy", told="Kascade, schedule by the greedy rule", kinds=_QUALITY),
-        Method(name="kascade_all_heads", told="Kascade, one selection for all KV heads", kinds=_QUALITY),
-        Method(name="kascade_no_remap", told="Kascade, each KV head reuses its own number", kinds=_QUALITY),
-        Method(name="kascade_token", told="Kascade selecting single keys, as in the paper", kinds=(*_QUALITY, *_STACK)),
-        Method(name="kascade_profitable", told="Kascade that may run dense where sparse would be slower",
+        Method(name="kascade_greedy", about="Kascade, schedule by the greedy rule", kinds=_QUALITY),
+        Method(name="kascade_all_heads", about="Kascade, one selection for all KV heads", kinds=_QUALITY),
+        Method(name="kascade_no_remap", about="Kascade, each KV head reuses its own number", kinds=_QUALITY),
+        Method(name="kascade_token", about="Kascade selecting single keys, as in the paper",
+               kinds=(*_QUALITY, *_STACK)),
+        Method(name="kascade_profitable", about="Kascade that may run dense where sparse would be slower",
                kinds=_STACK),
-        Method(name="kascade_xla", told="Kascade computed by XLA's code", kinds=_STACK),
-        Method(name="kascade_pallas", told="Kascade computed by its Pallas kernels", kinds=_STACK),
-        Method(name="kascade_flash_cpu", told="Kascade computed by its native kernels for CPUs", kinds=_STACK),
-        Method(name="quest", told="tiles with the largest upper bound from the minimum and maximum of their keys "
+        Method(name="kascade_xla", about="Kascade computed by XLA's code", kinds=_STACK),
+        Method(name="kascade_pallas", about="Kascade computed by its Pallas kernels", kinds=_STACK),
+        Method(name="kascade_flash_cpu", about="Kascade computed by its native kernels for CPUs", kinds=_STACK),
+        Method(name="quest", about="tiles with the largest upper bound from the minimum and maximum of their keys "
                "(Quest, arXiv 2406.10774), pooled over a query tile by its largest", kinds=_QUALITY),
-        Method(name="omnikv", told="one selection for all heads, by the largest probability of any head (OmniKV, ICLR "
+        Method(name="omnikv", about="one selection for all heads, by the largest probability of any head (OmniKV, ICLR "
                "2025); layers that select attend to everything", kinds=_QUALITY),
-        Method(name="lessismore", told="one selection for all heads: a quarter are the latest tiles, the others the "
+        Method(name="lessismore", about="one selection for all heads: a quarter are the latest tiles, the others the "
                "heads' best in turn (LessIsMore, arXiv 2508.07101); layers that select attend to everything",
                kinds=_QUALITY),
-        Method(name="sinks_window", told="the first tile and the latest ones", kinds=_CHOICES, control=True),
-        Method(name="random_tiles", told="tiles drawn at random in every layer", kinds=_CHOICES, control=True),
-        Method(name="wrong_anchors", told="each anchor one layer too late", kinds=_GATE, control=True),
-        Method(name="swapped_heads", told="reuse layers read the selection of the other KV head", kinds=_GATE,
+        Method(name="sinks_window", about="the first tile and the latest ones", kinds=_CHOICES, control=True),
+        Method(name="random_tiles", about="tiles drawn at random in every layer", kinds=_CHOICES, control=True),
+        Method(name="wrong_anchors", about="each anchor one layer too late", kinds=_GATE, control=True),
+        Method(name="swapped_heads", about="reuse layers read the selection of the other KV head", kinds=_GATE,
                control=True),
-        Method(name="dropped_tiles", told="reuse layers lose the four heaviest selected tiles", kinds=_GATE,
+        Method(name="dropped_tiles", about="reuse layers lose the four heaviest selected tiles", kinds=_GATE,
                control=True),
-        Method(name="stale_indices", told="reuse layers read the selection of another sequence", kinds=_GATE,
+        Method(name="stale_indices", about="reuse layers read the selection of another sequence", kinds=_GATE,
                control=True),
-        Method(name="other_model", told="the tiles that the same layer of a model with other, random weights selects "
+        Method(name="other_model", about="the tiles that the same layer of a model with other, random weights selects "
                "on the same text", kinds=()),
-        Method(name="anchor_layer", told="one anchor layer: select, and attend to the selection", kinds=_STACK),
-        Method(name="reuse_layer", told="one reuse layer: attend to a selection that is there", kinds=_STACK),
+        Method(name="anchor_layer", about="one anchor layer: select, and attend to the selection", kinds=_STACK),
+        Method(name="reuse_layer", about="one reuse layer: attend to a selection that is there", kinds=_STACK),
     )
 }  # fmt: skip
 

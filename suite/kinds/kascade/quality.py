@@ -45,7 +45,7 @@ class RowQuality:
 
 def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | None) -> RowQuality:
     """The row ``method`` of ``case``. Raises CellFailure where its logits are not finite."""
-    model, asked = dense.case_model(case), dense.problem(case, text)
+    model, questions = dense.case_model(case), dense.problem(case, text)
     theirs = dense.read_dense(reference)
     first = case.sequence - _decoded(case) if case.phase == "decode" else 0
     found = dense.schedules(case, model, reference)
@@ -53,11 +53,11 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     if case.training_steps:
         model = dense.fine_tuned(case, model, method, schedule)
     run = _program(case, model, method, schedule)
-    parts = [run(tokens) for tokens in dense.batches(asked.tokens)]
-    ours = np.concatenate([np.asarray(logits) for logits, _ in parts])[: len(asked.tokens)]
+    parts = [run(tokens) for tokens in dense.batches(questions.tokens)]
+    ours = np.concatenate([np.asarray(logits) for logits, _ in parts])[: len(questions.tokens)]
     if not np.isfinite(ours).all():
         raise CellFailure("wrong", f"{method} gives logits that are not finite.")
-    figures, series = _losses(case, asked, ours, theirs[:, first:], first)
+    figures, series = _losses(case, questions, ours, theirs[:, first:], first)
     figures |= _kept_figures([kept for _, kept in parts])
     if method.startswith("kascade"):
         figures["anchors"] = float(len(schedule.anchors))
@@ -175,11 +175,11 @@ def _kept_figures(parts: list[list[Kept]]) -> dict[str, float]:
 
 
 def _losses(
-    case: SelectionCase, asked: dense.Questions, ours: np.ndarray, theirs: np.ndarray, first: int
+    case: SelectionCase, questions: dense.Questions, ours: np.ndarray, theirs: np.ndarray, first: int
 ) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
     """Figures and series; ``ours`` and ``theirs`` begin at token ``first``."""
-    if asked.query_positions is None or asked.answers is None or asked.distances is None:
-        tokens = jnp.asarray(asked.tokens[:, first:])
+    if questions.query_positions is None or questions.answers is None or questions.distances is None:
+        tokens = jnp.asarray(questions.tokens[:, first:])
         # Row by row: of a vocabulary of 128256 tokens one sequence's distributions are a quarter of a GiB.
         rows = [_divergence(one, other) for one, other in zip(ours, theirs, strict=True)]
         kl, same = (np.stack(part) for part in zip(*rows, strict=True))
@@ -189,14 +189,14 @@ def _losses(
         figures = {
             "perplexity": math.exp(nll.mean()),
             "dense_perplexity": math.exp(dense_nll.mean()),
-            "bits_per_byte": bits(float(nll.mean()), asked.bytes_per_token),
+            "bits_per_byte": bits(float(nll.mean()), questions.bytes_per_token),
         }
     else:
-        rows, at = np.arange(len(ours))[:, None], asked.query_positions - first
+        rows, at = np.arange(len(ours))[:, None], questions.query_positions - first
         kl, same = _divergence(ours[rows, at], theirs[rows, at])
-        hits = (ours[rows, at].argmax(-1) == asked.answers).astype(float).ravel()
-        dense_hits = (theirs[rows, at].argmax(-1) == asked.answers).astype(float).ravel()
-        series = {"hit": hits, "standard_hit": dense_hits, "distance": asked.distances.astype(float).ravel()}
+        hits = (ours[rows, at].argmax(-1) == questions.answers).astype(float).ravel()
+        dense_hits = (theirs[rows, at].argmax(-1) == questions.answers).astype(float).ravel()
+        series = {"hit": hits, "standard_hit": dense_hits, "distance": questions.distances.astype(float).ravel()}
         figures = {"recall": float(hits.mean()), "dense_recall": float(dense_hits.mean()), "queries": float(hits.size)}
     figures |= {
         "kl_mean": float(kl.mean()),

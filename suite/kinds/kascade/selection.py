@@ -12,7 +12,7 @@ from msgspec import Meta
 from attnsuite.backends import Target
 from attnsuite.backends.kascade import GREEDY_RULES
 
-from ...cell import Asked, Cell, Means, Outcome, Prepared
+from ...cell import Cell, Means, Outcome, Prepared, Request
 from ...errors import CellFailure, InputError
 from ...flag_values import is_whole, parts_of
 from ...typed import Count, Seed
@@ -115,13 +115,13 @@ class Selections(Kind):
         """The ways to choose that the case compares."""
         return FINE_TUNED if case.training_steps else rows_of(case.kind)
 
-    def cells(self, case: SelectionCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: SelectionCase, request: Request) -> Iterable[Cell]:
         """A cell per row; a row that would repeat another is refused. Raises InputError for an invalid case."""
         from . import dense, quality  # noqa: PLC0415
 
-        config, target = dense.checked_config(case, asked.text), Target.here()
+        config, target = dense.checked_config(case, request.text), Target.here()
         for row in self.rows(case):
-            if row in asked.rows:
+            if row in request.rows:
                 reasons = _repeats(row, case) or quality.refusals(case, row, config, target)
                 resolved = "standard" if row == "dense" else row
                 yield (

@@ -12,7 +12,7 @@ from attnsuite.backends.features import Mode
 from attnsuite.backends.kascade import Schedule, default_kernel, manual
 from attnsuite.backends.kascade.cost import not_profitable
 
-from ...cell import Asked, Cell, Means, Outcome, Prepared
+from ...cell import Cell, Means, Outcome, Prepared, Request
 from ...errors import InputError
 from ...measure import execution, judge
 from ...typed import Count, Seed
@@ -107,16 +107,16 @@ class Stacks(Kind):
         whole = ("dense", *PARTS) if case.layers == 1 else tuple(name for name in names if name not in PARTS)
         return tuple(name for name in names if name in whole and (case.by_token or name != "kascade_token"))
 
-    def cells(self, case: StackCase, asked: Asked) -> Iterable[Cell]:
+    def cells(self, case: StackCase, request: Request) -> Iterable[Cell]:
         """A cell per row. On a CPU all rows share all cores, and dense attention is also timed on one device.
 
         Kernels other than XLA's code have their own ways to use all cores of one device.
         """
         target = Target.here()
         dense = resolve("auto", stack_spec(case), target).backend.name
-        found = [_cell(case, row, dense, target) for row in self.rows(case) if row in asked.rows]
+        found = [_cell(case, row, dense, target) for row in self.rows(case) if row in request.rows]
         cores = usable_cores()
-        if not asked.all_cores or target.platform != "cpu" or cores == 1 or case.kv_heads % cores:
+        if not request.all_cores or target.platform != "cpu" or cores == 1 or case.kv_heads % cores:
             return found
         # So the fastest dense attention is measured, not assumed.
         shared = [

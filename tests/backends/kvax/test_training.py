@@ -8,7 +8,7 @@ import pytest
 
 from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
-from attnsuite.suite.cell import Asked
+from attnsuite.suite.cell import Request
 from attnsuite.suite.grid.executors import here
 from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import loss_curve, training
@@ -42,7 +42,7 @@ def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(m
     limits = Limits(math.inf, 2**40)
     context = RunContext(suite="curves", limits=limits, environment={}, text=None, watcher=Silent())
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # strict is for backends only
-        cells = LOSS_CURVE.cells(CASE, Asked(rows=(*own_runs(), "kvax"), cases=(CASE,)))
+        cells = LOSS_CURVE.cells(CASE, Request(rows=(*own_runs(), "kvax"), cases=(CASE,)))
         curves = list(here(cells, context))
     found = {curve.requested: (curve, verdict) for curve, verdict in verdicts(curves)}
     assert found["kvax"][0].mode == "interpret"
