@@ -369,7 +369,7 @@ def backward(
             mask = part.seen() if mixed else None
             products = _dot("hkd,hqd->hkq", values, d_o)
             probs, d_scores = _d_scores(tiled, at, scores.reshape(products.shape), products, mask)
-            if d_tilted is not None:
+            if d_tilted is not None and part.apart is not None:
                 d_tilted -= (d_scores.reshape(apart) * part.apart).sum((1, 3))
             if d_biases is not None:
                 by_pair = d_scores.reshape(apart).transpose(0, 2, 3, 1)
@@ -393,7 +393,7 @@ def backward(
 
     nothing = (
         jnp.zeros((count * q_blocks, heads, spec.head_dim, group * block), jnp.float32),
-        jnp.zeros(learned.biases.shape, jnp.float32) if "bias" in asked else None,
+        None if learned.biases is None or "bias" not in asked else jnp.zeros(learned.biases.shape, jnp.float32),
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
     (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)
@@ -401,7 +401,11 @@ def backward(
     d_query = tiles.delivered(tiles.untile_queries(d_query, spec, heads, block), program)
     d_key, *d_value = (tiles.uncolumns(tiles.delivered(x, program), spec, count) for x in found)
     d_terms = Terms(
-        alibi=None if d_tilted is None else tiles.untile_slopes(d_tilted, spec, count).astype(terms.alibi.dtype),
-        bias=None if d_biases is None else d_biases[tuple(map(slice, terms.bias.shape))].astype(terms.bias.dtype),
+        alibi=None
+        if terms.alibi is None or d_tilted is None
+        else tiles.untile_slopes(d_tilted, spec, count).astype(terms.alibi.dtype),
+        bias=None
+        if terms.bias is None or d_biases is None
+        else d_biases[tuple(map(slice, terms.bias.shape))].astype(terms.bias.dtype),
     )
     return d_query, d_key, (*d_value, None)[0], d_terms
