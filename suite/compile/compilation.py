@@ -70,10 +70,13 @@ def backend_and_role(name: str) -> tuple[str, str]:
 
 
 def compiled(case: Case, backend_name: str, target: Target, dump: Path | None) -> Outcome:
-    """In a process for ``target``: :func:`compile_cell`, with the schedules that the compiler writes into ``dump``."""
+    """In a process for ``target``: :func:`compile_cell`, with the schedules that the compiler writes into ``dump``.
+
+    Without schedules the library's own call is compiled too: its kernels would be read as the backend's.
+    """
     register_functions([backend_name])
     work = functools.partial(compile_cell, case, backend_name, target)  # pyright: ignore[reportArgumentType]  (checked when asked)
-    return work() if dump is None else scheduled(dump, work)
+    return beside_by_hand(work(), case, backend_name, target) if dump is None else scheduled(dump, work)
 
 
 def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) -> Outcome:
@@ -105,7 +108,7 @@ def compile_cell(case: OpCase | ModelCase, backend_name: str, target: Target) ->
             return _refused(unavailable, error=NO_COMPILER)
         program = _program(case, backend, target, role or None, options or {})
         outcome = compile_program(program, topologies.device(target), spec=_one_call(case))
-        return judged_size(beside_by_hand(outcome, case, backend_name, target), target)
+        return judged_size(outcome, target)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is what this cell is about)
         return rejected(error)
 
@@ -166,14 +169,14 @@ def _text(compiled: Any, spec: AttentionSpec) -> ProgramText:
     return dataclasses.replace(read, operations=lint.operations(compiled))
 
 
-def beside_by_hand(outcome: Outcome, case: OpCase | ModelCase, backend: str, target: Target) -> Outcome:
+def beside_by_hand(outcome: Outcome, case: Case, backend: str, target: Target) -> Outcome:
     """The outcome with the operations of the library's own call, compiled for the same device, where there is one."""
     if outcome.program is None or not isinstance(case, OpCase):
         return outcome
-    program = by_hand(case, backend, target)
-    if program is None:
-        return outcome
     try:
+        program = by_hand(case, backend, target)
+        if program is None:
+            return outcome
         found = compile_program(program, topologies.device(target), spec=spec_of(case)).program
     except Exception as error:  # noqa: BLE001 (the cell is about the backend's program, which compiles)
         note = f"the library called by hand does not compile here: {rejected(error).error}"
