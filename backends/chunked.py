@@ -206,7 +206,7 @@ def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
     length, group = min(spec.query_length, spec.key_value_length), spec.group_size
     if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
         return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)
-    if spec.has_mask or spec.has_bias:  # all its blocks are read, so that few large ones cost nothing
+    if spec.has_mask or spec.has_bias:  # few large blocks (attnsuite run --suite caller)
         return BlockSizes(max(64, 512 // group), 512, 256, 4)
     block_q = 256 if length >= 1024 else 128
     if group > 1:  # a tile has group * block_q rows: 256 to 512 of them fill the cache without spilling it

@@ -205,7 +205,7 @@ def _decoding(calls: Calls, layout: Layout, seen: Visibility, operands: Callable
     def attend(
         query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
     ) -> tuple[Any, Carry]:
-        cache: dict[str, Any] = {} if pages is None else {"pages": pages}
+        cache: dict[str, Any] = {} if pages is None else {"pages": pages.astype(jnp.int32)}
         if spec.kv_dtype is not None:
             for name, scales in (("key_scale", terms.key_scales), ("value_scale", terms.value_scales)):
                 cache[name] = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), key_rows(spec))
@@ -213,8 +213,7 @@ def _decoding(calls: Calls, layout: Layout, seen: Visibility, operands: Callable
         merged = calls if sunk is None else dataclasses.replace(calls, float32_results=True)
         found = merged.decode(query, key, _values(spec, key, value), seen, operands(terms), cache)
         if lost is not None:
-            out, *sums = (jnp.where(lost.reshape(*lost.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in found)
-            found = out, *(found[1:2] if sums else ()), *sums[1:]
+            found = tuple(jnp.where(lost.reshape(*lost.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in found)
         if not (spec.return_log_sum_exp or spec.has_sinks):
             return found[0], carry
         out, top, total = _with_sinks(sunk, (found[0], found[1], found[2]))[0]

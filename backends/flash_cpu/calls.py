@@ -111,8 +111,8 @@ class Calls:
             found = compute(dataclasses.replace(self, spec=spec), dict(zip(arrays, operands, strict=True)))
             return tuple(found[name] for name in results)
 
-        slots = "bks" if self.spec.kv_layout == "HND" else "bsk"
-        slots = slots.translate(str.maketrans("bs", "..")) if self.spec.page_size else slots
+        row, slot = ".." if self.spec.page_size else "bs"
+        slots = f"{row}k{slot}" if self.spec.kv_layout == "HND" else f"{row}{slot}k"
         letters = _LETTERS | {"key": f"{slots}h", "value": f"{slots}v", "key_scale": slots, "value_scale": slots}
         dims, found = ([letters[name] for name in names] for names in (arrays, results))
         return by_shares(of_share, self.spec, tuple(arrays.values()), dims, found)

@@ -131,6 +131,18 @@ def test_cache_of_any_kind_gives_what_the_plain_formula_gives(kv_layout, page_si
         np.testing.assert_allclose(x, y, atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+def test_page_table_of_any_integers_is_read(dtype):
+    query, pool = jnp.ones((1, 1, 4, 16)), jax.random.normal(jax.random.key(0), (4, 8, 2, 16))
+
+    def step(backend, table):
+        return attention(query, pool, pool, page_table=table, backend=backend, needs_grad=False)
+
+    with jax.enable_x64(new_val=True):
+        found = step("flash_cpu", jnp.asarray([[3, 1]], dtype))
+        np.testing.assert_allclose(found, step("standard", jnp.asarray([[3, 1]], "int32")), atol=2e-6)
+
+
 def test_mapped_step_over_pages_reads_the_pool_of_its_problem():
     rng = np.random.default_rng(0)
     query, *pool = (
