@@ -1,7 +1,7 @@
 """Data from outside (JSON, TOML) as typed data, or a sentence that says what is wrong with it.
 
 msgspec checks types, and bounds in annotations. This module adds two checks for dataclasses and TypedDicts: unknown
-keys are refused, and an error sentence says which value was found and which values is accepted.
+keys are refused, and an error sentence says which value was found and which are accepted.
 """
 
 from __future__ import annotations
