@@ -57,7 +57,9 @@ class CallerCase:
     """One way to call attention.
 
     ``eager`` is a call outside of ``jit``, ``jit`` a jitted one, ``vmap`` one mapped over the batch. ``layers`` is a
-    jitted chain of ``layers`` calls. ``nnx`` and ``linen`` are a decode step of flax's multi-head attention with its
+    jitted chain of L = ``layers`` calls with the same keys and values, each with the sum of its query and 1/L of its
+    output as the next one's query: rounding does not grow along the chain, and each row has a share in the gradient.
+    ``nnx`` and ``linen`` are a decode step of flax's multi-head attention with its
     own cache, donated from step to step; flax passes an array as the mask. ``query_length`` is the number of query
     tokens (default: ``sequence``). ``operand`` is what comes beside the three arrays: ``is_causal=True``; a boolean
     ``mask`` [1, 1, T, S] that says the same; a ``key_mask`` [B, 1, 1, S] of padding; a ``bias`` [1, N, T, S], whose own
@@ -265,9 +267,11 @@ def _attention_program(case: CallerCase, row: str, inputs: _Inputs) -> Program:
         return Program(jax.vmap(mapped, in_axes=(0, 0, 0, axes)), (query, key, value, operands), renewed=(0, 1, 2))
 
     def call(query: Any, key: Any, value: Any, operands: Any) -> Any:
-        for _ in range(case.layers):
-            query = attend(query, key, value, **operands)
-        return query
+        out = attend(query, key, value, **operands)
+        for _ in range(1, case.layers):
+            query = query + out / case.layers
+            out = attend(query, key, value, **operands)
+        return out
 
     compiles_itself = (lambda outputs: outputs) if case.way == "eager" else None
     if not case.gradient:
@@ -351,17 +355,19 @@ def _expected(case: CallerCase, inputs: _Inputs) -> dict[str, Any]:
         for names in (("mask", "key_value_seq_lengths", "page_table"), ("bias", "key_scales", "value_scales"))
     )
     layout, terms, queries = Layout(**of_layout), Terms(**of_terms), list[Any]([query])
-    for _ in range(case.layers):
-        queries.append(oracle.forward(spec, layout, queries[-1], key, value, terms))
-    found: dict[str, Any] = {"out": queries[-1]}
+    out = oracle.forward(spec, layout, query, key, value, terms)
+    for _ in range(1, case.layers):
+        queries.append(queries[-1] + out / case.layers)
+        out = oracle.forward(spec, layout, queries[-1], key, value, terms)
+    found: dict[str, Any] = {"out": out}
     if case.gradient:
         others = ("dk", "dv", "dbias") if case.operand == "learned_bias" else ("dk", "dv")
-        slope: Any = d_out
-        of_others: dict[str, Any] = dict.fromkeys(others, 0)
-        for layer in reversed(queries[:-1]):
-            slopes = oracle.gradients(spec, layout, layer, key, value, slope, terms=terms)
-            slope, of_others = slopes["dq"], {name: x + slopes[name] for name, x in of_others.items()}
-        found |= {"dq": slope, **of_others}
+        of_query, of_others = 0, dict[str, Any].fromkeys(others, 0)
+        for layer in reversed(queries):  # of the last layer the output alone, of the others a sum, has a gradient
+            of_out = d_out if layer is queries[-1] else of_query / case.layers
+            slopes = oracle.gradients(spec, layout, layer, key, value, of_out, terms=terms)
+            of_query, of_others = of_query + slopes["dq"], {n: x + slopes[n] for n, x in of_others.items()}
+        found |= {"dq": of_query, **of_others}
     return found
 
 

@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnsuite.suite.cell import Means, Request
@@ -144,3 +145,10 @@ def test_heads_before_slots_are_the_same_problem(row, gradient, tmp_path):
     assert found.outcome.status == "ok", found.outcome.error
     with pytest.raises(InputError, match="flax's layer keeps its cache as 'NHD'"):
         case_of("nnx", query_length=1, kv_layout="HND")
+
+
+def test_each_row_of_a_chain_has_a_share_in_its_gradient(tmp_path):
+    case, path = case_of("layers", operand="causal", layers=32, gradient=True), tmp_path / "reference.npz"
+    kind_of("caller").write_reference(case, path, None, Draw(0))
+    of_rows = np.abs(np.load(path)["dq"][:, 1:]).max((0, 2, 3))  # the first one sees a single key: always zero
+    assert of_rows.min() > of_rows.max() / 1000
