@@ -68,8 +68,8 @@ def new_module(processor: Processor) -> ir.Module:
 def optimised(module: ir.Module, processor: Processor, isa: Isa, *, jit: bool = True) -> tuple[Any, Any]:
     """(LLVM's module after a few passes, the target machine).
 
-    Vectors, tiles and unrolled loops are written by hand. Left for passes are variables on the stack, arguments that are
-    constants, the form of loops, and folding. The pipeline of -O2 takes 7 times as long, and its code is not faster.
+    Vectors, tiles and unrolled loops are written by hand. Left for passes are variables on the stack, constant
+    arguments, the form of loops, and folding. The pipeline of -O2 takes 7 times as long, and its code is not faster.
     """
     machine = llvm.Target.from_triple(processor.triple).create_target_machine(
         cpu=processor.cpu, features=processor.feature_text(isa), opt=3, jit=jit
