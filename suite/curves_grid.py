@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from attnsuite.models.sharded_training import MeshSizes
 
 from .cell import Cell, Request
-from .flag_values import known_backend
+from .errors import InputError
+from .flag_values import known_backend, names_of
 from .grid.executors import here
 from .grid.grid import Grid
 from .grid.references import References
 from .grid.running import Limits, RunContext
-from .host_devices import make_host_devices
+from .host_devices import make_host_devices, parse_mesh
 from .kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
 from .measure.environment import describe
 from .measure.memory import machine_bytes
@@ -67,3 +70,21 @@ class CurvesGrid(Grid):
     def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell."""
         yield from here(cells, context)
+
+
+def grid_of(flags: Any, out: Path) -> CurvesGrid:
+    """The grid of the flags of ``attnsuite run``. Raises InputError."""
+    steps = 60 if flags.steps is None else flags.steps
+    interpreted = 8 if flags.interpreted_steps is None else flags.interpreted_steps
+    for name, value in (("--steps", steps), ("--interpreted-steps", interpreted)):
+        if value < 1:
+            raise InputError(f"{name} {value} must be at least 1.")
+    return CurvesGrid(
+        out=out,
+        resume=flags.resume,
+        preset=flags.model or "tiny",
+        backends=BACKENDS if flags.backends is None else tuple(names_of(flags.backends, "--backends")),
+        steps=steps,
+        interpreted_steps=interpreted,
+        mesh=None if flags.mesh is None else parse_mesh(flags.mesh),
+    )

@@ -22,8 +22,8 @@ from attnsuite.backends.tuned import SCHEMA
 
 from .errors import InputError
 from .kinds.attention import OpCase
+from .kinds.tuning import TUNING
 from .record import Record
-from .tuned_table import case_of
 from .typed import parse_json
 
 FORMATS = "tokamax's data/autotuning/DEVICE/KERNEL.json, or a Python file with a literal TUNED_BLOCK_SIZES"
@@ -288,7 +288,7 @@ def as_tokamax(records: Sequence[Record]) -> str | None:
     for record in records:
         if record.requested != "tokamax_splash" or record.mode == "compile" or record.facts is None:
             continue
-        case = case_of(record.problem)
+        case = TUNING.call(record.problem)
         timed = [trial for trial in record.facts.tried if trial.samples and set(_OPTIONS) <= set(trial.options)]
         plain = case == dataclasses.replace(
             case, window_size=None, chunk_size=None, mask="", soft_cap=None, documents=1

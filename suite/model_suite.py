@@ -12,7 +12,7 @@ from typing import Any
 
 from .cell import Case
 from .errors import InputError
-from .kinds import extensions, make_case
+from .kinds import built_in, extensions
 from .kinds.extension import Extension
 from .kinds.kind import Dtype, Least
 from .suites import Suite
@@ -33,7 +33,6 @@ class ModelSuiteFlags:
     suite: str = ""
     sequence: Least = 512
     batch: Count = 1
-    new_tokens: Count = 32
     dtype: Dtype | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -65,16 +64,12 @@ def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
             raise InputError(f"--model {flags.model!r}: {error}") from error
     added = [model_suites()[flags.suite]] if flags.suite else _added(backends)
     shared: dict[str, Any] = {"model": absolute(flags.model), "sequence": flags.sequence}
-    of_text = shared | {"sequences": SEQUENCES}
-    dtype = flags.dtype or config.dtype
-    timed = shared | {"dtype": dtype, "batch": flags.batch, "ragged": flags.batch > 1}
+    of_text, dtype = shared | {"sequences": SEQUENCES}, {"dtype": flags.dtype or config.dtype}
+    timed = shared | dtype | {"batch": flags.batch, "ragged": flags.batch > 1}
     for extension in added:
         timed |= extension.model_sizes(config)
-    cases: list[Case] = [
-        make_case({"kind": "perplexity", **of_text, "dtype": dtype}),
-        make_case({"kind": "model_prefill", **timed}),
-        make_case({"kind": "model_decode", "new_tokens": flags.new_tokens, **timed}),
-    ]
+    kinds = dict.fromkeys(built_in().values())
+    cases: list[Case] = [case for kind in kinds for case in kind.of_checkpoint(of_text | dtype, timed)]
     for extension in added:
         cases += extension.model_cases(config, of_text, flags.suite)
     return Suite(flags.suite or NAME, tuple(cases))

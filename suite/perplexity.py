@@ -29,6 +29,7 @@ from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
 from .kinds.model_program import kept_of
+from .kinds.text import TEXT
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.text import bits, reader_of, unigram_bits
@@ -286,18 +287,11 @@ def _judged(
 
 
 def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) -> Cell:
-    name = f"perplexity-{Path(request.model).resolve().name}-s{request.sequence}-{config.dtype}"
+    problem = TEXT.problem(request.model, request.sequence, request.sequences, config.dtype)
     found = [resolution for _, resolution in attention.resolutions]
     return Cell(
-        case=name,
-        problem={
-            "kind": "perplexity",
-            "name": name,
-            "model": request.model,
-            "sequence": request.sequence,
-            "sequences": request.sequences,
-            "dtype": config.dtype,
-        },
+        case=str(problem["name"]),
+        problem=problem,
         row=request.backend,
         target=str(Target.here()),
         resolved=attention.name,

@@ -233,13 +233,8 @@ class Record(Measured):
 def _as_now(data: Any) -> Any:
     """The fields of a record, also as earlier versions wrote it.
 
-    Before ``kv_layout``, decode steps read keys and values with the heads first. The bytes of a cache had a field.
+    The bytes of a cache had a field.
     """
-    if not isinstance(data, dict):
-        return data
-    if (size := data.pop("kv_bytes_per_token", None)) is not None:
+    if isinstance(data, dict) and (size := data.pop("kv_bytes_per_token", None)) is not None:
         data["figures"] = {"kv_bytes_per_token": size}
-    problem = data.get("problem")
-    if not isinstance(problem, dict) or not str(problem.get("kind")).startswith("op_") or "kv_layout" in problem:
-        return data
-    return {**data, "problem": {**problem, "kv_layout": "HND" if problem["kind"] == "op_decode" else "NHD"}}
+    return data

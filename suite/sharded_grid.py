@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.devices import cpu_name
@@ -91,3 +92,8 @@ class ShardedGrid(Grid):
     def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell."""
         yield from one_after_another(cells, references, context)
+
+
+def grid_of(flags: Any, out: Path) -> ShardedGrid:
+    """The grid of the flags of ``attnsuite run``."""
+    return ShardedGrid(out=out, resume=flags.resume)

@@ -31,12 +31,14 @@ class SuiteFile:
 
     Each ``case`` is a table with the keys of its kind, in which a list stands for a sweep.
     ``peers`` are measured beside the backends. With ``all_cores`` each backend on a CPU is also measured with one
-    device per core. Without ``name`` the suite is named after the file.
+    device per core. With ``exact_only`` approximate backends are measured only where they are asked for. Without
+    ``name`` the suite is named after the file.
     """
 
     name: str | None = None
     peers: tuple[str, ...] = ()
     all_cores: bool = False
+    exact_only: bool = False
     case: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:

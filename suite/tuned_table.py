@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from attnsuite.backends.tuned import SCHEMA
@@ -21,9 +21,8 @@ from attnsuite.backends.tuned import SCHEMA
 from . import statistics
 from .compile.expected import CHIPS, expected_seconds
 from .errors import InputError
-from .kinds import make_case
-from .kinds.attention import OpCase, spec_of
-from .kinds.tuning import Trial
+from .kinds.attention import spec_of
+from .kinds.tuning import TUNING, Trial
 from .record import Record
 from .reportable import scheduled_bundles
 from .statistics import Interval
@@ -52,20 +51,12 @@ def table(records: Sequence[Record], command: str) -> str:
     return f"{start}\n{lines}\n]}}\n"
 
 
-def case_of(problem: Mapping[str, Any]) -> OpCase:
-    """The attention call of a cell of this kind. Raises InputError."""
-    case = make_case({name: value for name, value in problem.items() if name != "op"} | {"kind": problem["op"]})
-    if not isinstance(case, OpCase):
-        raise InputError(f"{case.name} is no attention call; only those are tuned.")
-    return case
-
-
 def expected(record: Record, trial: Trial) -> float | None:
     """The expected seconds of a candidate on a device that is not here; None where nothing is expected."""
     if record.mode != "compile" or record.requested not in EXPECTED:
         return None
     return expected_seconds(
-        record.target.partition(":")[2], spec_of(case_of(record.problem)), trial.options, trial.work
+        record.target.partition(":")[2], spec_of(TUNING.call(record.problem)), trial.options, trial.work
     )
 
 
@@ -150,7 +141,7 @@ def _compiled_trial(trial: Trial) -> dict[str, Any]:
 def _of(record: Record) -> dict[str, Any]:
     """The keys by which a plan looks up an entry."""
     platform, _, kind = record.target.partition(":")
-    case = case_of(record.problem)
+    case = TUNING.call(record.problem)
     return {
         "backend": record.requested,
         "platform": platform,

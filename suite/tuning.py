@@ -41,14 +41,14 @@ from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running
-from .kinds import problem_of
 from .kinds.attention import OpCase, judged_case, op_program, spec_of
+from .kinds.tuning import TUNING
 from .measure import judge, speed
 from .measure.program import named_outputs
 from .record import Environment, Record
 from .store import Manifest
 from .suites import shipped
-from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, case_of, table
+from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, table
 from .typed import Scalar
 
 SUITE, KEPT = "tune", 4
@@ -136,7 +136,7 @@ def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
     """The cell of a backend on a case."""
     return Cell(
         case=case.name,
-        problem=problem_of(case) | {"kind": "tuning", "op": case.kind},
+        problem=TUNING.problem(case),
         row=name,
         target=target,
         resolved=name,
@@ -147,7 +147,7 @@ def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
 
 def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:
     """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
-    problems = [(cell.row, case_of(cell.problem)) for cell in cells]
+    problems = [(cell.row, TUNING.call(cell.problem)) for cell in cells]
     if request.target is not None:
         return count_candidates(problems, request.target, request.fixed)
     try:
@@ -187,7 +187,7 @@ def _supported(
 
 def _work(cell: Cell, candidates: int | str) -> float:
     """What trying the candidates of a cell takes, in units that all cells share: the pairs that are computed."""
-    case = case_of(cell.problem)
+    case = TUNING.call(cell.problem)
     return 0.0 if isinstance(candidates, str) else candidates * case.sequence**2 * (3 if case.needs_grad else 1)
 
 
@@ -199,7 +199,7 @@ def _unsupported(cell: Cell, reason: str, context: RunContext) -> Record:
 
 
 def _record(cell: Cell, request: TuneGrid, references: References, context: RunContext) -> Record:
-    each, case = Running(cell), case_of(cell.problem)
+    each, case = Running(cell), TUNING.call(cell.problem)
     try:
         with each.timed():
             if request.target is None:

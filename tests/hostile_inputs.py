@@ -129,7 +129,7 @@ def manifest() -> dict[str, Any]:
         "all_cores": False,
         "cells": 0,  # what a probe without a worker finds
         "kascade": {"tile_size": 16},
-        "checkpoint": {"model": "/nowhere", "sequence": 64, "batch": 1, "new_tokens": 8, "dtype": None},
+        "checkpoint": {"model": "/nowhere", "sequence": 64, "batch": 1, "dtype": None},
         "text": None,
         "file": "my suite.toml",
         **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")},

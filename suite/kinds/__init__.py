@@ -131,15 +131,18 @@ def phase_of(name: str) -> str:
 
 
 def checked(record: Record) -> Record:
-    """The record, with its facts as its kind has them. Raises RecordError for an unknown kind and for other facts."""
+    """The record, problem and facts as its kind has them. Raises RecordError for an unknown kind, and other facts."""
     try:
-        wanted = kind_of(record.kind).facts or type(None)
+        kind = kind_of(record.kind)
+        wanted = kind.facts or type(None)
         facts = typed.convert({"facts": msgspec.to_builtins(record.facts)}, dict[str, wanted | None])["facts"]
     except ValueError as error:
         raise RecordError(str(error).rstrip(".")) from error
     if facts is None and wanted is not type(None) and record.status in ("ok", "wrong"):
         raise RecordError(f"facts = nothing must be a table where {record.kind} has status {record.status}")
-    return record if facts is None else dataclasses.replace(record, facts=facts)
+    problem = kind.as_now(record.problem)
+    unchanged = facts is None and problem == record.problem
+    return record if unchanged else dataclasses.replace(record, problem=problem, facts=facts)
 
 
 def make_case(fields: Mapping[str, Any]) -> Case:

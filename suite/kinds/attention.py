@@ -171,6 +171,12 @@ class Attention(Kind):
         """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""
         return typed.convert(without_window(fields), OpCase)
 
+    def as_now(self, problem: dict[str, Any]) -> dict[str, Any]:
+        """The problem, also of before ``kv_layout``, when decode steps read keys and values with the heads first."""
+        if "kind" not in problem or "kv_layout" in problem:
+            return problem
+        return {**problem, "kv_layout": "HND" if problem["kind"] == "op_decode" else "NHD"}
+
     def cells(self, case: OpCase, request: Request) -> Iterable[Cell]:
         """A cell per backend and peer; with all cores another for each exact backend but the baseline."""
         spec, target = spec_of(case), Target.here()

@@ -86,6 +86,14 @@ class Kind:
             raise ValueError(f"kind = {typed.quoted(fields['kind'])} is of records alone; no suite has such a case")
         return typed.convert(fields, self.case)
 
+    def of_checkpoint(self, text: Mapping[str, Any], timed: Mapping[str, Any]) -> Iterable[Case]:
+        """Its cases in the suite of a checkpoint, from the fields of cases on text and of those that are timed."""
+        return ()
+
+    def as_now(self, problem: dict[str, Any]) -> dict[str, Any]:
+        """The problem of a record, also of one that an earlier version wrote."""
+        return problem
+
     def rows(self, case: Any) -> tuple[str, ...]:
         """The rows that only this kind knows, in the order of their table; () if its rows are backends and peers."""
         return ()

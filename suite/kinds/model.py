@@ -120,6 +120,10 @@ class Model(Kind):
         found = of_backends(case, request, lambda row: model_program.resolutions_of(case, config, row))
         return [*found, *of_peers(case, request, self.peers)]
 
+    def of_checkpoint(self, text: Mapping[str, Any], timed: Mapping[str, Any]) -> Iterable[ModelCase]:
+        """What the first token costs, and each more."""
+        return ModelCase(kind="model_prefill", **timed), ModelCase(kind="model_decode", **timed)
+
     def spec(self, case: ModelCase) -> AttentionSpec | None:
         """The attention of a layer, if all layers have the same type."""
         from attnsuite.models.planning import attention_spec  # noqa: PLC0415 (flax)

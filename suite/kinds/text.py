@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import judge
@@ -52,6 +53,16 @@ class Text(Kind):
         for row in backends_of(request):
             kind = beside_controls.get(row)
             yield of_backend(case, row, ask) if kind is None else _left_to_controls(case, row, kind)
+
+    def of_checkpoint(self, text: Mapping[str, Any], timed: Mapping[str, Any]) -> Iterable[TextCase]:
+        """The loss on the text."""
+        yield TextCase(**text)
+
+    def problem(self, model: str, sequence: int, sequences: int, dtype: str) -> dict[str, Any]:
+        """The problem of a record of ``attnsuite perplexity``, to which one sequence is enough."""
+        name = f"perplexity-{Path(model).resolve().name}-s{sequence}-{dtype}"
+        sizes = {"sequence": sequence, "sequences": sequences}
+        return {"kind": "perplexity", "name": name, "model": model, **sizes, "dtype": dtype}
 
     def prepare(self, cell: Cell, case: TextCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""

@@ -1,15 +1,19 @@
-"""What ``attnsuite tune`` tried: the facts of its records."""
+"""What ``attnsuite tune`` tried: the problem and the facts of its records."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from attnsuite.backends.tunable import KernelWork
 
+from ..errors import InputError
 from ..record import Kernel, Schedule
 from ..typed import Real, Scalar
-from .kind import Kind
+from . import make_case
+from .kind import Kind, problem_of
+from .op_case import OpCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,17 @@ class Tuning(Kind):
     titles: ClassVar = {"tuning": "tuning"}
     page: ClassVar = "tuning"
     facts: ClassVar = Trials
+
+    def problem(self, case: OpCase) -> dict[str, Any]:
+        """The problem of a record about an attention call."""
+        return problem_of(case) | {"kind": "tuning", "op": case.kind}
+
+    def call(self, problem: Mapping[str, Any]) -> OpCase:
+        """The attention call of such a problem. Raises InputError."""
+        case = make_case({name: value for name, value in problem.items() if name != "op"} | {"kind": problem["op"]})
+        if not isinstance(case, OpCase):
+            raise InputError(f"{case.name} is no attention call; only those are tuned.")
+        return case
 
 
 TUNING = Tuning()

@@ -17,7 +17,6 @@ from ..errors import InputError
 from ..kinds import extensions, kind_of
 from ..suite_file import check_peers, read_suite_file
 
-_EXACT_ONLY = ("quick", "device", "serving")
 C = TypeVar("C", bound=Case)
 
 
@@ -50,17 +49,17 @@ class Suite:
         return tuple(name for name in names() if registry.get(name).exact or not self.exact_only)
 
 
-def _load(path: Path, *, exact_only: bool = False) -> Suite:
+def _load(path: Path) -> Suite:
     read, cases = read_suite_file(path)
     try:
-        return Suite(read.name or path.stem, cases, read.peers, read.all_cores, exact_only)
+        return Suite(read.name or path.stem, cases, read.peers, read.all_cores, read.exact_only)
     except InputError as error:
         raise InputError(f"suite file {path}: {error}") from error
 
 
 def shipped(name: str) -> Suite:
     """The suite in the file ``name.toml`` beside this module."""
-    return _load(Path(__file__).with_name(f"{name}.toml"), exact_only=name in _EXACT_ONLY)
+    return _load(Path(__file__).with_name(f"{name}.toml"))
 
 
 def _device() -> Suite:

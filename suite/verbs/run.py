@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -68,13 +69,13 @@ class Run(OnFleet):
 
 
 _FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
-# Suites that list their own cells, and the flags that they take.
-_LISTED_CELLS = {
-    "sharded": ("suite", "out", "resume", *_FLEET),
-    "curves": ("suite", "out", "resume", "model", "backends", "steps", "interpreted_steps", "mesh", *_FLEET),
-}
 _OF_DEVICE = ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds", "busy")
 _OF_CURVES = ("steps", "interpreted_steps", "mesh")
+# Suites that list their own cells: the module whose ``grid_of`` makes the grid, and the flags that it takes.
+_LISTED_CELLS = {
+    "sharded": ("sharded_grid", ("suite", "out", "resume", *_FLEET)),
+    "curves": ("curves_grid", ("suite", "out", "resume", "model", "backends", *_OF_CURVES, *_FLEET)),
+}
 
 
 def run(command: Run) -> int:
@@ -89,8 +90,9 @@ def run(command: Run) -> int:
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
-    grid = _listed_cells(command) if command.suite in _LISTED_CELLS else None
-    if grid is not None:
+    if command.suite in _LISTED_CELLS:
+        module = importlib.import_module(f"attnsuite.suite.{_LISTED_CELLS[command.suite][0]}")
+        grid: Grid = module.grid_of(command, directory_of(command, command.suite))
         with progress(lambda: resuming(f"run --suite {grid.suite}", grid.out)) as display:
             execute(grid, display, fleet)
         return show(grid.out)
@@ -139,7 +141,7 @@ def _device(command: Run) -> int:
 
 def _check_flags(command: Run) -> None:
     """Raise InputError for a flag that has no meaning for the suite."""
-    taken = (_LISTED_CELLS | {"device": _OF_DEVICE}).get(command.suite or "")
+    taken = _OF_DEVICE if command.suite == "device" else _LISTED_CELLS.get(command.suite or "", (None, None))[1]
     changed = [field.name for field in dataclasses.fields(command) if getattr(command, field.name) != field.default]
     for name in changed:
         flag_name = f"--{name.replace('_', '-')}"
@@ -148,34 +150,6 @@ def _check_flags(command: Run) -> None:
         if taken is not None and name not in taken:
             flags = ", ".join(f"--{other.replace('_', '-')}" for other in taken)
             raise InputError(f"{flag_name} is not for --suite {command.suite}, which takes {flags}.")
-
-
-def _listed_cells(command: Run) -> Grid:
-    """The grid of a suite that lists its own cells. Raises InputError."""
-    from ..flag_values import names_of
-    from ..host_devices import parse_mesh
-
-    out = directory_of(command, str(command.suite))
-    if command.suite == "sharded":
-        from ..sharded_grid import ShardedGrid
-
-        return ShardedGrid(out=out, resume=command.resume)
-    from ..curves_grid import BACKENDS, CurvesGrid
-
-    steps = 60 if command.steps is None else command.steps
-    interpreted = 8 if command.interpreted_steps is None else command.interpreted_steps
-    for name, value in (("--steps", steps), ("--interpreted-steps", interpreted)):
-        if value < 1:
-            raise InputError(f"{name} {value} must be at least 1.")
-    return CurvesGrid(
-        out=out,
-        resume=command.resume,
-        preset=command.model or "tiny",
-        backends=BACKENDS if command.backends is None else tuple(names_of(command.backends, "--backends")),
-        steps=steps,
-        interpreted_steps=interpreted,
-        mesh=None if command.mesh is None else parse_mesh(command.mesh),
-    )
 
 
 def _named(request: RunGrid, *, requested: bool) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,10 @@ from attnsuite.reports import cases
 from attnsuite.suite import kinds
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.kind import Kind
-from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.store import CONFORMANCE, RECORDS, parse_records
+from attnsuite.suite.suites import SUITES
+from attnsuite.suite.verbs import VERBS
+from attnsuite.suite.verbs.run import _LISTED_CELLS
 from command import code_of
 
 PRODUCT = '''
@@ -206,6 +211,21 @@ def test_every_kind_says_what_its_tables_are_called_and_reads_its_own_records(na
 def test_case_of_these_fields_is_refused_in_a_sentence(fields, sentence):
     with pytest.raises(InputError, match=sentence):
         kinds.make_case(fields)
+
+
+def test_no_file_outside_names_a_kind():
+    """But where a suite, a verb or a folder has the same name; a backend's extension has a page of its own kinds."""
+    folders = (Path(kinds.__file__).parents[1], Path(cases.__file__).parent)
+    others = {*VERBS, *SUITES, *_LISTED_CELLS, CONFORMANCE}
+    named = [
+        f"{path}:{node.lineno}: {node.value}"
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if not {"kinds", "kascade"} & set(path.relative_to(folder).parts)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in kinds.built_in().keys() - others
+    ]
+    assert named == []
 
 
 def test_no_two_kinds_make_records_of_one_name():

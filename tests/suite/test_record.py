@@ -112,6 +112,19 @@ def test_what_could_not_be_read_again_is_not_made(example_record):
         checked(dataclasses.replace(example_record, kind="loss_curve", facts=facts))
 
 
+@pytest.mark.parametrize(
+    ("problem", "layout"),
+    [
+        ({"kind": "op_forward"}, "NHD"),
+        ({"kind": "op_decode"}, "HND"),
+        ({"kind": "op_decode", "kv_layout": "NHD"}, "NHD"),
+    ],
+)
+def test_calls_of_before_kv_layout_read_as_they_were_measured(example_record, problem, layout):
+    record = dataclasses.replace(example_record, problem=problem)
+    assert read_record(record.to_json().encode()).problem == {**problem, "kv_layout": layout}
+
+
 def test_missing_field_is_refused(example_record):
     data = json.loads(example_record.to_json())
     del data["status"]

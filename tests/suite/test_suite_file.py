@@ -43,6 +43,14 @@ def test_lists_make_a_case_of_each_combination_and_the_first_varies_slowest(read
     ]
 
 
+@pytest.mark.parametrize(("first", "measured"), [("", True), ("exact_only = true\n", False)])
+def test_suite_of_exact_backends_leaves_out_the_approximate_ones(tmp_path, first, measured):
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{first}{FORWARD}sequence = 8\n")
+    assert ("kascade" in find_suite(str(path)).backends()) is measured
+    assert "chunked" in find_suite(str(path)).backends()
+
+
 def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(read):
     names = read('[[case]]\nkind = "model_prefill"\ntop_k = [0.25, 0.5]\n')
     assert names == ["prefill-text-s1024-f32-top_k0.25", "prefill-text-s1024-f32-top_k0.5"]
