@@ -1,7 +1,7 @@
 """The columns of a measured cell, each declared once: its name, its header and unit, and how it is read.
 
-Pages, their JSON and the CSV file are made of :data:`FIGURES`. A new figure is one line of ``_FIGURES``, and one of
-``figures`` where it is measured.
+Pages, their JSON and the CSV file are made of :data:`FIGURES`. A figure of ``Record.figures`` that is not among them is
+one of its kind alone: the kind declares its header (``Kind.figures``), and :func:`further` reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from attnsuite.suite.kinds import phase_of, title_of
+from attnsuite.suite.kinds import kind_of, phase_of, title_of
+from attnsuite.suite.reportable import is_trusted
 from attnsuite.suite.statistics import Interval
 
 from .cells import Cell
@@ -95,6 +96,18 @@ _FIGURES = (
     Figure("compile_seconds", "compile (s)", "rates", "compile_seconds"),
 )
 FIGURES = {figure.name: figure for figure in _FIGURES}
+
+
+def further(cell: Cell) -> dict[str, Value]:
+    """The figures that only its kind has; none where the numbers of the cell are wrong."""
+    figures = cell.record.figures if is_trusted(cell.record) else {}
+    return {name: value for name, value in figures.items() if name not in FIGURES}
+
+
+def further_column(kind: str, name: str) -> Column:
+    """The column of a figure that only this kind has."""
+    header = kind_of(kind).figures.get(name, name.replace("_", " "))
+    return Column(name, header, lambda cell: further(cell).get(name))
 
 
 def times(value: Value, factor: float) -> Value:

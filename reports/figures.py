@@ -10,7 +10,7 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import is_trusted, shows_memory
 
 from .cells import Cell, Group, by_kind, cells_of
-from .columns import BACKEND, BASELINE, CASE, EXACT, FIGURES, MODE, PROBLEM
+from .columns import BACKEND, BASELINE, CASE, EXACT, FIGURES, MODE, PROBLEM, further, further_column
 from .formatting import Value, code, escape, plural, shorten
 from .table import MIB, MILLI, Column, Table, scaled, table
 
@@ -188,6 +188,18 @@ def _verdict(record: Record) -> str:
         return "not judged: approximate"
     outside = [name for name, error in record.accuracy.items() if not error.passed]
     return f"OUTSIDE: {', '.join(outside)}" if outside else "within"
+
+
+def further_figures(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """The figures that only one kind of case has, a table for each such kind."""
+    made = []
+    for kind, heading, cells in by_kind(groups):
+        measured = [cell for cell in cells if further(cell)]
+        names = dict.fromkeys(name for cell in measured for name in further(cell))
+        if names:
+            columns = (PROBLEM, BACKEND, MODE, *(further_column(kind, name) for name in names))
+            made.append(table(f"figures_{kind}", heading, columns, measured))
+    return tuple(made)
 
 
 def cell_notes(groups: Sequence[Group]) -> tuple[str, ...]:

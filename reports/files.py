@@ -15,7 +15,7 @@ from attnsuite.suite.statistics import Interval
 
 from . import cases
 from .cells import Cell, cells_of
-from .columns import FIGURES
+from .columns import FIGURES, further
 from .formatting import Value
 from .page import Page, Section
 from .quality import shows_quality
@@ -110,13 +110,14 @@ def _leading(page: Page, cell: Cell) -> dict[str, object]:
 
 
 def _further(cell: Cell) -> dict[str, object]:
-    """The columns that some records have: sizes, errors of each tensor, figures of the model."""
+    """The columns that some records have: sizes, errors of each tensor, figures of the kind and of the model."""
     record = cell.record
     row: dict[str, object] = {}
     if shows_memory(record):
         row |= {f"{name}_bytes": size for name, size in record.memory.items()}
     for tensor, error in record.accuracy.items():
         row |= {f"{tensor}_{name}": value for name, value in dataclasses.asdict(error).items()}
+    row |= {f"figure_{name}": value for name, value in further(cell).items()}
     if shows_quality(cell):
         row |= {f"quality_{name}": value for name, value in record.quality.items()}
     return row

@@ -361,6 +361,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "Differences are taken sequence by sequence against the standard backend on the same tokens. INVALID means "
         "that the dense model predicts no better than unigram frequencies, so that no loss could show.",
     ),
+    section("figures", "Further figures", "tables", lambda content: figures.further_figures(content.every)),
     section("notes", "Notes on cells", "items", lambda content: figures.cell_notes(content.every)),
     refused,
     requested_and_run,

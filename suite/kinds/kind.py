@@ -46,6 +46,9 @@ class Kind:
     # The kinds of its records that a page shows in a column, table or picture of their own, and what they are about: of
     # a call "forward", "forward and backward" or "token", of a model "prefill", "decode" or "text".
     phases: ClassVar[Mapping[str, str]] = {}
+    # The headers of ``Record.figures``, each with its unit: a table of the page has a column for each figure that is in
+    # no other table. A figure without a header goes by its name.
+    figures: ClassVar[Mapping[str, str]] = {}
     page: ClassVar[str] = ""  # the module of ``attnsuite.reports.pages`` whose page shows its records alone
     # The frozen dataclass of its cases. It checks itself and raises InputError. None: no suite asks for such records.
     case: ClassVar[type[Any] | None] = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,7 @@ class ProductCase:
 class Product(Kind):
     titles = {"product": "matrix product"}
     case = ProductCase
+    figures = {"sums": "sums of products"}
 
     def rows(self, case):
         return "matmul", "doubled", "absent"
@@ -73,7 +77,8 @@ class Product(Kind):
         factor = 2 if cell.row == "doubled" else 1
         out, sample, facts = execution.execute(Program(lambda a, b: factor * (a @ b), (square, square)), means)
         errors = {"product": as_model_error(out, product, None, "float32")}
-        facts = dataclasses.replace(facts, flops=2.0 * case.size**3, accuracy=errors)
+        figures = {"sums": case.size**2, "cells_read": 2 * case.size**2}
+        facts = dataclasses.replace(facts, flops=2.0 * case.size**3, accuracy=errors, figures=figures)
         return Prepared(judge.judged(facts, exact=True), sample)
 
 
@@ -87,6 +92,7 @@ no_kind = product_kind:NO_KIND
 unloadable = product_kind:NOTHING
 op_forward = product_kind:PRODUCT
 """
+FIGURES = {"sums": 64**2, "cells_read": 2 * 64**2}
 SUITE = """
 [[case]]
 kind = "{}"
@@ -145,6 +151,22 @@ def test_kind_of_another_package_is_measured_recorded_and_reported(installed, su
     assert "### Matrix product" in page
     assert "`absent` in the only case: this row runs nowhere." in page
     assert "product is off by 1" in page
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_new_figure_of_a_kind_is_on_the_page_in_the_csv_file_and_in_the_json(installed, suite_of, new_run):
+    assert code_of("run", "--suite", suite_of("product", 64), "--out", new_run) == 0
+    (further,) = re.findall(r"## Further figures\n\n(.*?)\n## ", (new_run / "details.md").read_text(), re.DOTALL)
+    assert re.findall(r"^\|.*\|$", further, re.MULTILINE)[::2] == [
+        "| case | backend | mode | sums of products | cells read |",
+        "| size 64 | matmul | native | 4096 | 8192 |",  # wrong results show no figure
+    ]
+    assert "sums of products" in (new_run / "report.html").read_text()
+    rows = {row["requested"]: row for row in csv.DictReader((new_run / "records.csv").read_text().splitlines())}
+    assert (rows["matmul"]["figure_sums"], rows["doubled"]["figure_sums"]) == ("4096", "")
+    sections = json.loads((new_run / "report.json").read_text())["pages"][0]["sections"]
+    (found,) = [table for section in sections if section["key"] == "figures" for table in section["tables"]]
+    assert found["rows"][0] == {"case": "size 64", "backend": "matmul", "mode": "native"} | FIGURES
 
 
 def test_case_of_another_package_checks_itself(installed, suite_of, tmp_path, capsys):
