@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.record import ProgramText, Record
 
 from .cells import Cell, Group, cells_of
 from .columns import BACKEND, CASE
-from .table import Column, Table, table
+from .formatting import plural
+from .page import Section
+from .table import Column, table
 
 TOLD = (
     "\u201cSame bits\u201d: a second run gave the same bits in the output and in every gradient; nothing stands there "
@@ -25,8 +27,8 @@ TOLD = (
 _COUNTED = ("fusions", "conditionals")
 
 
-def programs(groups: Sequence[Group], *, targets: bool = False) -> Table | None:
-    """A row per cell whose program was read; None where none was. With ``targets`` a column says the device."""
+def programs(groups: Sequence[Group], *, targets: bool = False) -> Iterator[Section]:
+    """A row per cell whose program was read, folded. With ``targets`` a column says the device."""
     columns = (
         CASE,
         BACKEND,
@@ -39,7 +41,9 @@ def programs(groups: Sequence[Group], *, targets: bool = False) -> Table | None:
         Column("bytes_over_by_hand", "bytes relative to by hand", lambda cell: _bytes_over_by_hand(_read(cell))),
     )
     shown = [cell for cell in cells_of(groups) if _is_read(cell.record)]
-    return table("programs", "", columns, shown) if shown else None
+    if shown:
+        made = table("programs", "", columns, shown)
+        yield Section("programs", "Programs", (TOLD,), tables=(made,), folded=plural(len(shown), "program"))
 
 
 def _is_read(record: Record) -> bool:

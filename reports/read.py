@@ -34,10 +34,8 @@ def load(run_dir: Path) -> Run:
     Raises ReportError if the directory or the file is missing, if it has no whole record, if a line is no record, and
     if a key occurs twice.
     """
-    path = run_dir / store.RECORDS
-    if not path.is_file():
-        raise ReportError(f"{run_dir} holds no {store.RECORDS}; give the directory that a run was written to.")
     try:
+        path = store.records_path(run_dir)
         records, _, warning = store.parse_records(path)
         manifest = store.read_manifest(run_dir) if (run_dir / store.MANIFEST).exists() else None
     except InputError as error:

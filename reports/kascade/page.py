@@ -9,26 +9,8 @@ from attnsuite.suite.kinds.kascade.methods import METHODS
 from ..cells import Group
 from ..extension import ExtensionPage
 from ..formatting import code, escape
-from ..page import Section
+from ..page import Section, section
 from . import guide, tables
-
-
-def guides(every: Sequence[Group]) -> Iterator[Section]:
-    """The figures of the guides of Kascade, each beside what this run measured of it."""
-    if made := guide.figures(every):
-        yield Section("guides", "The guides' figures", (), (), (made,), short=True)
-
-
-def gate(own: Sequence[Group]) -> Iterator[Section]:
-    """Whether every control fails where Kascade finds its needles."""
-    if made := tables.gate(own):
-        intro = (
-            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
-            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
-            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
-            "every control is there and fails beyond its interval."
-        )
-        yield Section("kascade_gate", "The retrieval gate", (intro,), tables=made, short=True)
 
 
 def quality(own: Sequence[Group]) -> Iterator[Section]:
@@ -56,18 +38,6 @@ def quality(own: Sequence[Group]) -> Iterator[Section]:
                       tables=made, pictures=pictures, short=True)  # fmt: skip
 
 
-def speed(own: Sequence[Group]) -> Iterator[Section]:
-    """Times of whole stacks."""
-    if made := tables.speed(own):
-        intro = (
-            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
-            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
-            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
-            "with everything selected. DENSE: the row decided by itself not to run sparse."
-        )
-        yield Section("kascade_speed", "Speed of whole stacks", (intro,), tables=made, short=True)
-
-
 def loss(groups: Sequence[Group]) -> tuple[Sequence[Group], str | None] | None:
     """The prefill cases on text, withheld where random tiles do not fail."""
     own = [member for member in groups if member.kind == tables.TEXT and member.problem.get("phase") == "prefill"]
@@ -80,8 +50,32 @@ def loss(groups: Sequence[Group]) -> tuple[Sequence[Group], str | None] | None:
 PAGE = ExtensionPage(
     backend="kascade",
     has_group=tables.is_kascade,
-    opening=(guides,),
-    parts=(gate, quality, speed),
+    opening=(section("guides", "The guides' figures", "tables", guide.figures, short=True),),
+    parts=(
+        section(
+            "kascade_gate",
+            "The retrieval gate",
+            "tables",
+            tables.gate,
+            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
+            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
+            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
+            "every control is there and fails beyond its interval.",
+            short=True,
+        ),
+        quality,
+        section(
+            "kascade_speed",
+            "Speed of whole stacks",
+            "tables",
+            tables.speed,
+            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
+            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
+            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
+            "with everything selected. DENSE: the row decided by itself not to run sparse.",
+            short=True,
+        ),
+    ),
     sentences=tables.sentences,
     loss=loss,
     loss_note="Kascade's losses are those of its own case, beside its controls.",

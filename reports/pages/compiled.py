@@ -114,14 +114,6 @@ def in_short(content: Content) -> Iterator[Section]:
     yield Section("in_short", "In short", (_counts(content.records),), found)
 
 
-def read_programs(content: Content) -> Iterator[Section]:
-    """What the text of each program shows; folded."""
-    if made := programs.programs(group(content.ops), targets=True):
-        yield Section(
-            "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
-        )
-
-
 def longest(content: Content) -> Iterator[Section]:
     """The longest sequence that fits, and the shortest that does not."""
     phrase = "longest sequence of this page that fits / the shortest"
@@ -438,7 +430,7 @@ SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (
     largest,
     kernels,
     section("schedules", "Schedules", "tables", lambda content: _scheduled(content.records), SCHEDULED),
-    read_programs,
+    lambda content: programs.programs(group(content.ops), targets=True),
     section("reasons", "Reasons", "items", lambda content: _reasons(content.numbers)),
     every_cell,
     section("environment", "Environment", "tables", lambda content: environment.environment_table(content.records)),

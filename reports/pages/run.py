@@ -237,14 +237,6 @@ def memory(content: Content) -> Iterator[Section]:
     yield Section("memory", "Memory", (intro,), tables=(*((grown,) if grown else ()), *made))
 
 
-def compiled_programs(content: Content) -> Iterator[Section]:
-    """What the compiled programs show, and whether a second run gives the same bits; folded."""
-    if made := programs.programs(content.groups):
-        yield Section(
-            "programs", "Programs", (programs.TOLD,), tables=(made,), folded=plural(len(made.rows), "program")
-        )
-
-
 def method(content: Content) -> Iterator[Section]:
     """How the figures are to be read."""
     pinned = [PINNED] if any(record.environment.get("pinned_threads") for record in content.records) else []
@@ -352,7 +344,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
         "problem in the same dtype (the standard row). Approximate backends are not judged by closeness.",
     ),
-    compiled_programs,
+    lambda content: programs.programs(content.groups),
     section(
         "model_quality",
         "Model quality",
