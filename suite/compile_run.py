@@ -30,7 +30,7 @@ from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import RunContext, Running, outcome_of
-from .kinds import make_case, problem_of
+from .kinds import kind, make_case, problem_of
 from .kinds.attention import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
@@ -239,15 +239,7 @@ class _Compiler:
 def cell_of(case: OpCase | ModelCase, name: str, target: Target) -> Cell:
     """The cell of a case for a backend, or for one of its roles."""
     exact = None if is_reference(name) else registry.get(backend_and_role(name)[0]).exact  # workers load the file
-    return Cell(
-        case=case.name,
-        problem=problem_of(case),
-        row=name,
-        target=str(target),
-        resolved=name,
-        mode="compile",
-        exact=exact,
-    )
+    return kind.cell(case, name, target, resolved=name, mode="compile", exact=exact)
 
 
 def _environment(target: Target) -> Environment:

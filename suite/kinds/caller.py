@@ -417,10 +417,6 @@ class Caller(Kind):
             return found
         return [cell(case, LIBRARY, resolved=LIBRARY, mode="native", exact=True), *found]
 
-    def judged_by(self, case: CallerCase, mode: str | None) -> tuple[CallerCase, ...]:
-        """The case itself."""
-        return (case,)
-
     def write_reference(self, case: CallerCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The outputs in float64, and the library's errors."""
         outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY), draw))

@@ -108,9 +108,9 @@ class Kind:
     def judged_by(self, case: Any, mode: str | None) -> tuple[Case, ...]:
         """The cases whose reference can judge a cell of ``case`` in ``mode``. If none is computed yet, the first is.
 
-        () where a cell brings its own comparison.
+        () where a cell brings its own comparison: its kind has no :meth:`write_reference`.
         """
-        return ()
+        return () if type(self).write_reference is Kind.write_reference else (case,)
 
     def write_reference(self, case: Any, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """Write to ``path`` (.npz) what the outputs for the inputs of ``draw`` are judged by.
@@ -136,9 +136,9 @@ class Kind:
         return None
 
 
-def cell(case: Case, row: str, **outcome: Any) -> Cell:
-    """A cell of ``case`` on this machine's device (initialises JAX)."""
-    return Cell(case=case.name, problem=problem_of(case), row=row, target=str(Target.here()), **outcome)
+def cell(case: Case, row: str, target: Target | None = None, **outcome: Any) -> Cell:
+    """A cell of ``case`` on ``target``, or on this machine's device (initialises JAX)."""
+    return Cell(case=case.name, problem=problem_of(case), row=row, target=str(target or Target.here()), **outcome)
 
 
 def refused(case: Case, row: str, reasons: Iterable[str]) -> Cell:

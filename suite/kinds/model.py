@@ -135,10 +135,6 @@ class Model(Kind):
             return None
         return attention_spec(config, *config.attention_types, **model_program.problem_of_layer(case, config))
 
-    def judged_by(self, case: ModelCase, mode: str | None) -> tuple[ModelCase, ...]:
-        """The case itself."""
-        return (case,)
-
     def write_reference(self, case: ModelCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The standard backend's outputs, in float32 and in the case's own dtype, always for the same tokens."""
         _write(case, path, None)

@@ -67,10 +67,6 @@ class Serving(Kind):
         config = serving_trace.checked(case, request.text)
         return of_backends(case, request, lambda row: serving_trace.resolutions_of(case, config, row))
 
-    def judged_by(self, case: ServingCase, mode: str | None) -> tuple[ServingCase, ...]:
-        """The case itself."""
-        return (case,)
-
     def write_reference(self, case: ServingCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The tokens that each request gets alone from the standard backend."""
         from . import serving_trace  # noqa: PLC0415

@@ -30,7 +30,8 @@ from ..measure.judge import as_error
 from ..measure.program import named_outputs
 from ..typed import Count, Real, Size
 from .attention import op_function
-from .kind import Kind, backends_of, check_fields, problem_of
+from .kind import Kind, backends_of, check_fields
+from .kind import cell as cell_of
 
 if TYPE_CHECKING:
     from attnsuite.testing.problems import Problem
@@ -154,17 +155,8 @@ class ShardedKind(Kind):
         target = Target.named("cpu")
         for row in backends_of(request):
             backend = registry.get(row)
-            native = support(backend, _spec(case.problem, backend), target, "native")
-            yield Cell(
-                case=case.name,
-                problem=problem_of(case),
-                row=row,
-                target=str(target),
-                resolved=row,
-                mode="native" if native else "interpret",
-                exact=backend.exact,
-                devices=case.devices,
-            )
+            mode = "native" if support(backend, _spec(case.problem, backend), target, "native") else "interpret"
+            yield cell_of(case, row, target, resolved=row, mode=mode, exact=backend.exact, devices=case.devices)
 
     def processes(self, case: ShardedCase) -> tuple[int, int]:
         """The processes, and the devices of each."""
