@@ -42,12 +42,12 @@ def median(samples: Sequence[float]) -> Interval:
     >>> median([3.0, 1.0, 2.0])
     Interval(value=2.0, low=None, high=None, count=3)
     """
-    return _estimate(samples, np.median)
+    return _estimate(tuple(samples), np.median)
 
 
 def mean(values: Sequence[float]) -> Interval | None:
     """The mean of the values; None where there is none."""
-    return _estimate(values, np.mean) if values else None
+    return _estimate(tuple(values), np.mean) if values else None
 
 
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Interval | None:
@@ -67,42 +67,27 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Int
     return mean([value - reference for value, reference in zip(values, baseline, strict=True)])
 
 
-def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float], level: float = 0.95) -> Interval:
-    """Ratio of the two medians, each resampled separately: for samples of different runs.
-
-    ``level`` is that of the interval, for one of several that are to hold together.
-    """
+def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """Ratio of the two medians, each resampled separately: for samples of different runs."""
 
     def ratio(above: NDArray[np.float64], below: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
         return np.median(above, axis=axis) / np.median(below, axis=axis)
 
-    count = min(len(samples), len(baseline))
-    value = float(np.median(samples) / np.median(baseline))
-    if count < FEWEST:
-        return Interval(value, None, None, count)
-    return Interval(value, *_bootstrap((samples, baseline), ratio, level), count)
+    return _interval((samples, baseline), ratio)
 
 
-def quick_ratio(
-    samples: Sequence[float],
-    baseline: Sequence[float],
-    control: Sequence[float] = (1.0,),
-    its_baseline: Sequence[float] = (1.0,),
-) -> float:
-    """As that of :func:`unpaired_ratio`, of the first deciles; divided by the same ratio of a control.
+def quick_ratio(*data: Sequence[float]) -> float:
+    """As that of :func:`unpaired_ratio`, of the first deciles; divided by the same ratio of a control, if it is given.
 
     What else happens on a machine only makes a sample longer, and in one run more than in another: the quickest tenth
     of the samples tells more about the program than their median.
     """
-    return float(_quick_ratio(*map(np.asarray, (samples, baseline, control, its_baseline)), axis=0))
+    return float(_quick_ratio(*map(np.asarray, data), axis=0))
 
 
 def quick_interval(*data: Sequence[float], level: float = 0.95) -> Interval:
     """:func:`quick_ratio` of the same arguments with its interval, each resampled separately."""
-    count = min(map(len, data))
-    if count < FEWEST:
-        return Interval(quick_ratio(*data), None, None, count)
-    return Interval(quick_ratio(*data), *_bootstrap(data, _quick_ratio, level), count)
+    return _interval(data, _quick_ratio, level)
 
 
 def _quick_ratio(*data: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
@@ -123,21 +108,17 @@ def wilson(successes: int, count: int) -> Interval:
     return Interval(successes / count, float(found.low), float(found.high), count)
 
 
-def _estimate(values: Sequence[float], statistic: Callable[..., Any]) -> Interval:
-    return _known_estimate(tuple(values), statistic)
-
-
 @functools.lru_cache(_KEPT)
-def _known_estimate(values: tuple[float, ...], statistic: Callable[..., Any]) -> Interval:
-    value, count = float(statistic(values)), len(values)
-    if count < FEWEST:
-        return Interval(value, None, None, count)
-    return Interval(value, *_bootstrap((values,), statistic), count)
+def _estimate(values: tuple[float, ...], statistic: Callable[..., Any]) -> Interval:
+    return _interval((values,), statistic)
 
 
-def _bootstrap(
-    data: Sequence[Sequence[float]], statistic: Callable[..., Any], level: float = 0.95
-) -> tuple[float, float]:
+def _interval(data: Sequence[Sequence[float]], statistic: Callable[..., Any], level: float = 0.95) -> Interval:
+    value, count = float(statistic(*map(np.asarray, data), axis=0)), min(map(len, data))
+    return Interval(value, *((None, None) if count < FEWEST else _bootstrap(data, statistic, level)), count)
+
+
+def _bootstrap(data: Sequence[Sequence[float]], statistic: Callable[..., Any], level: float) -> tuple[float, float]:
     # scipy.stats takes as long to import as JAX, and workers (one process per cell) do not need it.
     from scipy import stats  # noqa: PLC0415
 

@@ -29,7 +29,7 @@ def test_interval_that_excludes_one_does_not_show_one():
 def test_intervals_are_the_same_each_time():
     samples = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95]
     first = statistics.median(samples)
-    statistics._known_estimate.cache_clear()
+    statistics._estimate.cache_clear()
     assert statistics.median(samples) == first
     assert statistics.unpaired_ratio(samples, samples) == statistics.unpaired_ratio(samples, samples)
 
