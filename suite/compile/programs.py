@@ -25,6 +25,7 @@ from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 
 from ..kinds.attention import OpCase, op_function, spec_of
+from ..kinds.inputs import layout_of
 from ..kinds.model import ModelCase
 from ..kinds.model_program import prefill, train_step
 from ..named_model import config_of
@@ -94,20 +95,11 @@ def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:
     query, slots, heads = shape(case.query_length, case.heads, case.head_dim), case.sequence, case.kv_heads
     slots, heads = (slots, heads) if case.kv_layout == "NHD" else (heads, slots)
     return (
-        _layout(case),
+        jax.eval_shape(functools.partial(layout_of, case)),
         query,
         shape(slots, heads, case.head_dim),
         shape(slots, heads, case.value_head_dim or case.head_dim),
     )
-
-
-def _layout(case: OpCase) -> Layout:
-    if case.is_decode:
-        return Layout(query_positions=_integers(case.batch, 1)) if case.causal else Layout()
-    if case.documents == 1:
-        return Layout()
-    ids = _integers(case.batch, case.sequence)
-    return Layout(query_segment_ids=ids, key_value_segment_ids=ids)
 
 
 def model_config(case: ModelCase) -> ModelConfig:
