@@ -173,7 +173,7 @@ class Model(Kind):
             flops=model_program.model_flops(case, model.config),
             tokens=model_program.model_tokens(case),
             steps=model_program.model_steps(case),
-            figures={} if is_peer else model_program.figures(case, model.config),
+            figures={} if is_peer or case.needs_grad else model_program.cache_figures(model.config),
             notes=() if is_peer else model_program.notes(case, model.config, cell.row),
         )
         return Prepared(outcome, timed, lambda _: outputs, functools.partial(model_program.timed_outputs, case))

@@ -119,10 +119,8 @@ def model_steps(case: ModelCase) -> int | None:
     return None if case.needs_grad else case.new_tokens if case.is_decode else 1
 
 
-def figures(case: ModelCase, config: ModelConfig) -> dict[str, int]:
-    """Bytes of the cache per token of one sequence, all layers together; none of a train step."""
-    if case.needs_grad:
-        return {}
+def cache_figures(config: ModelConfig) -> dict[str, Any]:
+    """Bytes of the cache per token of one sequence, all layers together."""
     return {"kv_bytes_per_token": KVCache.create(config, 1, 1, default_dtype(config)).nbytes}
 
 

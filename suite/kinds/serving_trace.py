@@ -8,12 +8,11 @@ import jax
 import numpy as np
 
 from attnsuite.models import KVCache, ModelConfig, TextFile, Transformer, generate
-from attnsuite.models.cache import default_dtype
 from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.serving import Request, Served, Sizes, ragged_problem, serve
 
 from ..cell import Outcome
-from .model_program import model_config, open_model
+from .model_program import cache_figures, model_config, open_model
 from .quality import read_text
 from .serving import ServingCase
 
@@ -86,7 +85,7 @@ def measure(case: ServingCase, backend: str, reference: Path, text: TextFile | N
         quality=_figures(requests, found),
         series={"ttft_seconds": tuple(one.ttft for one in found), "tpot_seconds": _tpots(found)},
         tokens=sum(len(one.tokens) for one in found),
-        figures={"kv_bytes_per_token": KVCache.create(model.config, 1, 1, default_dtype(model.config)).nbytes},
+        figures=cache_figures(model.config),
     )
 
 

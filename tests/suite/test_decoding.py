@@ -88,8 +88,7 @@ def test_padding_is_not_counted():
     ids=["llama-3.1-8b", "debug"],
 )
 def test_cache_bytes_per_token_are_keys_and_values_of_all_layers_and_not_of_all_heads(config, size):
-    assert model_program.figures(DECODE, config) == {"kv_bytes_per_token": size * 4}  # float32, as caches are on a CPU
-    assert model_program.figures(ModelCase(kind="model_train", model="debug"), config) == {}
+    assert model_program.cache_figures(config) == {"kv_bytes_per_token": size * 4}  # float32, as caches are on a CPU
 
 
 @pytest.mark.parametrize("fields", [{"batch": 1}, {"kind": "model_train"}], ids=str)
