@@ -175,9 +175,7 @@ def quality(groups: Sequence[Group]) -> tuple[Table, ...]:
             key = f"{kind}_{phase}"
             title = f"{'Text' if kind == TEXT else 'Retrieval'}, {phase}, {_described(members[0])}"
             made.append(table(key, title, (*lead, *lost), rows))
-            figured = [row for row in rows if any(row.get(column.key) is not None for column in near)]
-            if figured:
-                made.append(table(f"{key}_near", f"{title}: cost, and how near to dense", (*lead, *near), figured))
+            made += _further(f"{key}_near", f"{title}: cost, and how near to dense", lead, near, rows)
     return tuple(made)
 
 
@@ -279,10 +277,16 @@ def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
         if rows:
             title = "Prefill" if kind == "kascade_prefill" else "Decoding one token"
             made.append(table(f"{kind}_speed", title, (*lead, *times), rows))
-            figured = [row for row in rows if any(row.get(column.key) is not None for column in shares)]
-            if figured:
-                made.append(table(f"{kind}_shares", f"{title}: what is computed", (*lead, *shares), figured))
+            made += _further(f"{kind}_shares", f"{title}: what is computed", lead, shares, rows)
     return tuple(made)
+
+
+def _further(
+    key: str, title: str, lead: Sequence[Column], columns: Sequence[Column], rows: Sequence[dict[str, Value]]
+) -> list[Table]:
+    """A second table of the rows that have a value in any of these columns."""
+    shown = [row for row in rows if any(row.get(column.key) is not None for column in columns)]
+    return [table(key, title, (*lead, *columns), shown)] if shown else []
 
 
 def _speed_row(group: Group, cell: Cell) -> dict[str, Value]:
