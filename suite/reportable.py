@@ -34,7 +34,6 @@ class Speed:
     peak_share: float | None  # of the matmul rate measured on this machine in the case's dtype
     tokens_rate: float | None
     step: Interval | None  # seconds of one pass of a model: time to the first token, or for each more
-    copy_share: float | None = None  # of the copy bandwidth measured on this machine
     read_share: float | None = None  # of the read bandwidth measured on this machine, by the bytes that must be read
     in_flight: Interval | None = None  # by the samples, where the median is the device's own time
     cached: Interval | None = None  # with the inputs in a GPU's L2 cache
@@ -131,7 +130,6 @@ def speed_of(record: Record, standard: Record | None) -> Speed | None:
         peak_share=_over(rate, matmul_peak(record)),
         tokens_rate=_over(record.tokens, typical.value),
         step=median([time / record.steps for time in times_of(record)]) if record.steps else None,
-        copy_share=_over(moved, _rate(machine.get("copy_bytes_per_second"))),
         read_share=_over(moved, _rate(machine.get("read_bytes_per_second"))),
         in_flight=median(record.samples) if record.device_seconds else None,
         cached=median(record.cached_seconds) if record.cached_seconds else None,
