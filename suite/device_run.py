@@ -63,11 +63,8 @@ def device_run(
     target = str(found["environment"]["target"])
     check_idle(target, others)
     taken = tuple(backends or _taken(found, target.partition(":")[0]))
-    return DeviceRun(target, _judgement(taken, out, limits), _suite(taken, out, limits))
-
-
-def _judgement(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
-    return new_judgement(backends, ",".join(PROBLEMS), range(0), 0, out / CONFORMANCE, limits)
+    judgement = new_judgement(taken, ",".join(PROBLEMS), range(0), 0, out / CONFORMANCE, limits)
+    return DeviceRun(target, judgement, _suite(taken, out, limits))
 
 
 def _suite(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:

@@ -26,13 +26,13 @@ def absolute(name: str) -> str:
 
 
 @contextlib.contextmanager
-def checkpoint_of(name: str, where: str = "--model") -> Iterator[Path]:
+def checkpoint_of(name: str) -> Iterator[Path]:
     """The directory of trained weights; it exists as long as the context. Raises InputError for an unknown name."""
     try:
         with trained(name) as directory:
             yield directory
     except UnknownModelError as error:
-        raise InputError(f"{where} {error}") from error
+        raise InputError(f"--model {error}") from error
 
 
 def config_of(name: str, where: str = "--model", **overrides: Any) -> ModelConfig:

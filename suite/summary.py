@@ -17,7 +17,9 @@ _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
 def record_line(record: Record) -> Text:
     """One finished cell: its status, and its time or its error."""
-    line = Text.assemble((f"{record.status:<11} ", _style(record)), f"{record.case} / {_name(record)}")
+    line = Text.assemble(
+        (f"{record.status:<11} ", _STYLES.get(record.status, "red")), f"{record.case} / {_name(record)}"
+    )
     if shows_speed(record):
         line.append(f"  {format_seconds(median(times_of(record)))}")
     elif "recall" in record.quality:
@@ -61,7 +63,7 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
                 shortened(record.requested + ("" if record.devices == 1 else f" on {record.devices}"), _NAME),
                 format_seconds(speed.median) if speed else _result(record),
                 _ratio(speed, record, standard),
-                _percent(speed.peak_share if speed else None),
+                f"{100 * speed.peak_share:.1f}%" if speed and speed.peak_share is not None else "",
                 _megabytes(memory),
                 _error(record),
             )
@@ -108,10 +110,6 @@ def _ratio(speed: Speed | None, record: Record, standard: Record | None) -> str:
     return f"{speed.ratio.value:{digits}}" + ("" if low is None else f" ({low:{digits}}-{high:{digits}})")
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}%"
-
-
 def _name(record: Record) -> str:
     if record.mode in ("native", "compile", None):
         return record.requested + ("" if record.devices == 1 else f" on {record.devices}")
@@ -135,7 +133,3 @@ def _error(record: Record) -> str:
     if not errors:
         return ""
     return "not finite" if None in errors else f"{max(e for e in errors if e is not None):.1e}"
-
-
-def _style(record: Record) -> str:
-    return _STYLES.get(record.status, "red")

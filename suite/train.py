@@ -12,7 +12,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,7 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
 
 def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
     trained, state, base, step, batch_of = _started(request, opened)
-    with _saved(request, out) as saved:
+    with nullcontext() if request.save_every == 0 else open_saved(out / SAVED) as saved:
         done = 0
         latest = saved.latest() if resume and saved is not None else None
         if resume and latest is None:
@@ -288,10 +288,6 @@ def _difference(key: str, before: Any, now: Any) -> str:
                 was, found = typed.quoted(before.get(name)), typed.quoted(now[name])
                 return f"--resume: the run had {name}={was}, now it is {found}; they must be equal."
     return f"--resume: {key} differs from that of the run; resume with what it was started with."
-
-
-def _saved(request: TrainRequest, out: Path) -> AbstractContextManager[SavedSteps | None]:
-    return nullcontext() if request.save_every == 0 else open_saved(out / SAVED)
 
 
 def _restored(saved: SavedSteps, step: int, like: Any) -> Any:

@@ -41,6 +41,7 @@ from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running
+from .kinds import kind
 from .kinds.attention import OpCase, judged_case, op_program, spec_of
 from .kinds.tuning import TUNING
 from .measure import judge, speed
@@ -134,15 +135,9 @@ def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None
 
 def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
     """The cell of a backend on a case."""
-    return Cell(
-        case=case.name,
-        problem=TUNING.problem(case),
-        row=name,
-        target=target,
-        resolved=name,
-        mode="native" if request.target is None else "compile",
-        exact=registry.get(name).exact,
-    )
+    mode, exact = "native" if request.target is None else "compile", registry.get(name).exact
+    made = kind.cell(case, name, target, resolved=name, mode=mode, exact=exact)
+    return dataclasses.replace(made, problem=TUNING.problem(case))
 
 
 def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:

@@ -152,7 +152,8 @@ def compile_program(
     # The mesh is what tells Pallas which TPU it lowers for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         start = time.perf_counter()
-        lowered = jitted.trace(*arguments).lower(lowering_platforms=(_platform(device),))
+        platform = "cuda" if device.platform == "gpu" else device.platform
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
         middle = time.perf_counter()
         compiled = lowered.compile()
     end = time.perf_counter()
@@ -187,10 +188,6 @@ def beside_by_hand(outcome: Outcome, case: Case, backend: str, target: Target) -
 
 def _one_call(case: OpCase | ModelCase) -> AttentionSpec | None:
     return spec_of(case) if isinstance(case, OpCase) else None
-
-
-def _platform(device: Any) -> str:
-    return "cuda" if device.platform == "gpu" else device.platform
 
 
 def _sizes(compiled: Any) -> dict[str, int | None]:

@@ -83,7 +83,8 @@ class Conformance(Kind):
     def cells(self, case: ConformanceCase, request: Request) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""
         for row in backends_of(request):
-            mode = "interpret" if case.interpret and _interprets(row) else "native"
+            interprets = "interpret" in takes_of(registry.get(row), Target.here(), "interpret").modes
+            mode = "interpret" if case.interpret and interprets else "native"
             yield cell_of(case, row, resolved=row, mode=mode, exact=registry.get(row).exact)
 
     def prepare(self, cell: Cell, case: ConformanceCase, means: Means) -> Prepared:
@@ -188,10 +189,6 @@ def _description(name: str, target: Target, mode: Mode) -> str:
         return function.description
     takes = takes_of(registry.get(name), target, mode)
     return f"It takes {', '.join(sorted(takes.features))}; in {', '.join(takes.dtypes)}."
-
-
-def _interprets(name: str) -> bool:
-    return "interpret" in takes_of(registry.get(name), Target.here(), "interpret").modes
 
 
 CONFORMANCE = Conformance()

@@ -136,7 +136,7 @@ class Kind:
         return None
 
 
-def cell(case: Case, row: str, target: Target | None = None, **outcome: Any) -> Cell:
+def cell(case: Case, row: str, target: Target | str | None = None, **outcome: Any) -> Cell:
     """A cell of ``case`` on ``target``, or on this machine's device (initialises JAX)."""
     return Cell(case=case.name, problem=problem_of(case), row=row, target=str(target or Target.here()), **outcome)
 

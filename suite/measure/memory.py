@@ -60,11 +60,6 @@ def device_statistics() -> dict[str, int]:
     return jax.devices()[0].memory_stats() or {}
 
 
-def device_peak() -> int | None:
-    """The device allocator's peak, or None where it keeps no statistics (CPU)."""
-    return device_statistics().get("peak_bytes_in_use")
-
-
 def by_difference(sizes: Mapping[str, int | None], before: Mapping[str, int]) -> dict[str, int | None]:
     """``sizes`` of a cell in a process that other cells use too, whose device counted ``before`` when it began.
 
@@ -82,7 +77,7 @@ def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, 
     """Run once; returns the outputs, the memory by process and device, and the method of the process's figure."""
     baseline = mark_baseline()
     outputs = wait(call(*arguments))
-    sizes = {"process_high_water": high_water(baseline), "device_peak": device_peak()}
+    sizes = {"process_high_water": high_water(baseline), "device_peak": device_statistics().get("peak_bytes_in_use")}
     return outputs, sizes, baseline.method
 
 
