@@ -85,9 +85,7 @@ def main() -> None:
             )
             for part in PARTS
         }
-        print(
-            "| forward, causal, 8/8 heads | whole, ms | " + " | ".join(f"without {part}" for part in PARTS[1:]) + " |"
-        )
+        _say("| forward, causal, 8/8 heads | whole, ms |", *(f"without {part} |" for part in PARTS[1:]))
         _say("| :-- |" + " --: |" * len(PARTS))
         for dtype, head_dim, length in CASES:
             least = dict.fromkeys(PARTS, float("inf"))
