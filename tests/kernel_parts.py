@@ -11,7 +11,6 @@ Parts overlap in the processor, so that the shares need not add up to 1.
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
