@@ -2,9 +2,8 @@
 
     python tests/goals.py reports/published/cpu-amd-epyc-speed
 
-prints a line per goal: met in how many cases, the worst figure, and the cases that miss it. Nothing is rounded towards
-a goal. `tests/reports/test_goals.py` holds that the published pages miss no other goal than docs/explanation/cpu.md and
-docs/explanation/kascade.md name.
+prints a table: in how many of its cases each run meets each goal, the worst figure; then the cases that miss one.
+Nothing is rounded towards a goal. `tests/reports/test_goals.py` holds the table of docs/explanation/cpu.md equal to it.
 """
 
 from __future__ import annotations
@@ -69,10 +68,13 @@ class Judged:
     worst: float
     missed: tuple[tuple[str, float], ...]
 
+    @property
+    def met(self) -> str:
+        """In how many cases the goal is met, and the worst figure."""
+        return f"{self.cases - len(self.missed)} of {self.cases}, worst {self.worst:.3g}"
+
     def __str__(self) -> str:
-        where = "".join(f"\n    missed: {name}: {value:.3g}" for name, value in self.missed)
-        met = self.cases - len(self.missed)
-        return f"{self.goal.row}: {self.goal.text}: met in {met} of {self.cases}, worst {self.worst:.3g}{where}"
+        return self.goal.text + "".join(f"\n    missed: {name}: {value:.3g}" for name, value in self.missed)
 
 
 def time_over(*peers: str) -> Figure:
@@ -116,6 +118,7 @@ def faster_than_dense(group: Group, cell: Cell) -> float | None:
 # The fastest PyTorch: unthrottled if its math library takes slower code on the processor, else as installed.
 TORCH = time_over("torch_unthrottled", "torch")
 FORWARD, BOTH, DECODE = "op_forward", "op_forward_backward", "op_decode"
+WORDS = {FORWARD: "forward", BOTH: "with gradients"}
 
 
 def masked(problem: dict) -> bool:
@@ -133,46 +136,44 @@ GOALS = (
         Goal(text=text, figure=TORCH, bound=bound, median=median, kinds=(kind,), where=causal)
         for kind in (FORWARD, BOTH)
         for text, bound, median in (
-            (f"{kind}: time below 0.95 of torch", 0.95, False),
-            (f"{kind}: median time below 0.75 of torch", 0.75, True),
+            (f"{WORDS[kind]}: time below 0.95 of PyTorch's", 0.95, False),
+            (f"{WORDS[kind]}: median time below 0.75 of PyTorch's", 0.75, True),
         )
     ),
     Goal(
-        text="masked: time at most 1.3 of its share of torch with an equal mask",
+        text="windows, documents: time at most 1.3 of their share of PyTorch's with an equal mask",
         figure=over_its_share,
         bound=1.3,
         kinds=(FORWARD,),
         where=masked,
     ),
     Goal(
-        text="decode step: 80% of the read bandwidth",
+        text="decode step: 85% of the read bandwidth",
         figure=lambda _, cell: cell.speed and cell.speed.read_share,
-        bound=0.8,
+        bound=0.85,
         least=True,
         kinds=(DECODE,),
     ),
     *(
         Goal(
-            text=f"{dtype}, S 4096: {bound:.0%} of the matmul rate",
+            text=f"{WORDS[kind]}, S 2048 and more: {bound:.0%} of the matmul rate",
             figure=lambda _, cell: cell.speed and cell.speed.peak_share,
             bound=bound,
             least=True,
-            kinds=(FORWARD, BOTH),
-            where=lambda problem, dtype=dtype: (
-                causal(problem) and (problem["dtype"], problem["sequence"]) == (dtype, 4096)
-            ),
+            kinds=(kind,),
+            where=lambda problem: causal(problem) and problem["sequence"] >= 2048,
         )
-        for dtype, bound in (("float32", 0.7), ("bfloat16", 0.5))
+        for kind, bound in ((FORWARD, 0.8), (BOTH, 0.7))
     ),
     Goal(
-        text="model small: time below 0.8 of transformers",
+        text="model `small`, prefill and train step: time below 0.85 of `transformers`",
         figure=time_over("transformers_unthrottled", "transformers"),
-        bound=0.8,
+        bound=0.85,
         kinds=("model_prefill", "model_train"),
         where=lambda problem: problem["model"] == "small",
     ),
     Goal(
-        text="no more temporary memory than chunked",
+        text="no more temporary memory than `chunked`",
         figure=temporary_over_chunked,
         bound=1.0,
         kinds=(FORWARD, BOTH),
@@ -205,10 +206,21 @@ def judged(run: Path) -> list[Judged]:
     return [found for goal in GOALS if (found := goal.judged(groups))]
 
 
+def table(runs: Sequence[Path]) -> str:
+    """Goals by runs, in Markdown: in how many of its cases a run meets a goal, and the worst figure."""
+    found = [{each.goal.text: each for each in judged(run)} for run in runs]
+    lines = [f"| goal | {' | '.join(run.name for run in runs)} |", "| :-- |" + " :-- |" * len(runs)]
+    for text in (goal.text for goal in GOALS if any(goal.text in of_run for of_run in found)):
+        cells = (of_run[text].met if text in of_run else "" for of_run in found)
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Print the goals of the runs that the command line names."""
-    for directory in sys.argv[1:]:
-        print(directory, *judged(Path(directory)), sep="\n")  # noqa: T201 (a script)
+    """Print the goals of the runs that the command line names, and the cases that miss one."""
+    runs = [Path(directory) for directory in sys.argv[1:]]
+    missed = (f"{run.name}: {each}" for run in runs for each in judged(run) if each.missed)
+    print(table(runs), *missed, sep="\n")  # noqa: T201 (a script)
 
 
 if __name__ == "__main__":
