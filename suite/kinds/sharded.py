@@ -26,6 +26,7 @@ from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
 from .. import typed
 from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..errors import InputError
+from ..flag_values import known_backend, parts_of
 from ..measure.judge import as_error
 from ..measure.program import named_outputs
 from ..typed import Count, Real, Size
@@ -93,8 +94,8 @@ class ShardedCase:
     """A problem of :data:`PROBLEMS` on a mesh of devices, which ``processes`` share equally.
 
     ``mesh`` names the axes and their sizes in the mesh's order, such as ``data 2 x context 4``. ``exchange`` says how
-    the devices of the axis ``context`` see all keys; None without this axis. Raises InputError for fields that do not
-    fit.
+    the devices of the axis ``context`` see all keys; None without this axis. ``backends`` are those that compute the
+    case, separated by commas; without it all do. Raises InputError for fields that do not fit.
     """
 
     kind: Literal["sharded"] = "sharded"
@@ -103,6 +104,7 @@ class ShardedCase:
     mesh: str
     exchange: Literal["gather", "ring"] | None = None
     processes: Count = 1
+    backends: str = ""
 
     def __post_init__(self) -> None:
         exchange = "" if self.exchange is None else f", {self.exchange}"
@@ -118,6 +120,8 @@ class ShardedCase:
             raise InputError(f"exchange = {typed.quoted(self.exchange)} does not fit mesh {self.mesh}; use {wanted}.")
         if self.devices % self.processes:
             raise InputError(f"processes = {self.processes} do not share the {self.devices} devices equally.")
+        for name in parts_of(self.backends):
+            known_backend(name)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -149,11 +153,17 @@ class ShardedKind(Kind):
     case: ClassVar = ShardedCase
     facts: ClassVar = Share
     shares_process: ClassVar = True
+    cases_share_process: ClassVar = True
+    needs_ceilings: ClassVar = False
+
+    def rows(self, case: ShardedCase) -> tuple[str, ...]:
+        """The backends that the case names."""
+        return tuple(parts_of(case.backends))
 
     def cells(self, case: ShardedCase, request: Request) -> Iterable[Cell]:
         """A cell per backend, on CPU devices: native, or interpreted for a backend that takes a CPU no other way."""
         target = Target.named("cpu")
-        for row in backends_of(request):
+        for row in (row for row in backends_of(request) if row in (self.rows(case) or request.rows)):
             backend = registry.get(row)
             mode = "native" if support(backend, _spec(case.problem, backend), target, "native") else "interpret"
             yield cell_of(case, row, target, resolved=row, mode=mode, exact=backend.exact, devices=case.devices)

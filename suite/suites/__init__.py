@@ -78,7 +78,7 @@ def _device() -> Suite:
 QUICK = shipped("quick")
 DEVICE, FULL, CPU_SPEED = _device(), shipped("full"), shipped("cpu-speed")
 _ADDED = (Suite(name, **fields) for added in extensions().values() for name, fields in added.suites.items())
-_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, shipped("caller"), *_ADDED, shipped("serving"))
+_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, shipped("caller"), *_ADDED, shipped("serving"), shipped("sharded"))
 SUITES = {suite.name: suite for suite in _NAMED}
 
 

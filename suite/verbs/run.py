@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +14,6 @@ from .flags import OnFleet, added, directory_of, flag, fleet_of, limits_of, prog
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..grid.grid import Grid
     from ..grid.run import RunGrid
     from ..model_suite import ModelSuiteFlags
 
@@ -69,12 +67,11 @@ class Run(OnFleet):
 
 
 _FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
-_OF_DEVICE = ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds", "busy")
 _OF_CURVES = ("steps", "interpreted_steps", "mesh")
-# Suites that list their own cells: the module whose ``grid_of`` makes the grid, and the flags that it takes.
-_LISTED_CELLS = {
-    "sharded": ("sharded_grid", ("suite", "out", "resume", *_FLEET)),
-    "curves": ("curves_grid", ("suite", "out", "resume", "model", "backends", *_OF_CURVES, *_FLEET)),
+# The flags of a suite that does not take all of them.
+_OF_SUITE = {
+    "device": ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds", "busy"),
+    "curves": ("suite", "out", "resume", "model", "backends", *_OF_CURVES, *_FLEET),
 }
 
 
@@ -90,10 +87,11 @@ def run(command: Run) -> int:
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
-    if command.suite in _LISTED_CELLS:
-        module = importlib.import_module(f"attnsuite.suite.{_LISTED_CELLS[command.suite][0]}")
-        grid: Grid = module.grid_of(command, directory_of(command, command.suite))
-        with progress(lambda: resuming(f"run --suite {grid.suite}", grid.out)) as display:
+    if command.suite == "curves":
+        from ..curves_grid import grid_of
+
+        grid = grid_of(command, directory_of(command, "curves"))
+        with progress(lambda: resuming("run --suite curves", grid.out)) as display:
             execute(grid, display, fleet)
         return show(grid.out)
     request = dataclasses.replace(
@@ -141,7 +139,7 @@ def _device(command: Run) -> int:
 
 def _check_flags(command: Run) -> None:
     """Raise InputError for a flag that has no meaning for the suite."""
-    taken = _OF_DEVICE if command.suite == "device" else _LISTED_CELLS.get(command.suite or "", (None, None))[1]
+    taken = _OF_SUITE.get(command.suite or "")
     changed = [field.name for field in dataclasses.fields(command) if getattr(command, field.name) != field.default]
     for name in changed:
         flag_name = f"--{name.replace('_', '-')}"

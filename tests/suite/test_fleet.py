@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite import compile_run, curves_grid, sharded_grid, tuning
+from attnsuite.suite import compile_run, curves_grid, tuning
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member
@@ -394,11 +394,10 @@ def test_grid_of_another_verb_is_computed_by_case_on_nodes_that_leave_no_files(r
         execute(grid, Seen(), None)
 
 
-@pytest.mark.parametrize("verb", ["sharded", "tune", "curves", "compile"])
+@pytest.mark.parametrize("verb", ["tune", "curves", "compile"])
 def test_grid_of_a_verb_travels_to_nodes(verb, tmp_path):
     limits = Limits(10, 2**30)
     grid = {
-        "sharded": lambda: sharded_grid.ShardedGrid(out=tmp_path),
         "tune": lambda: tuning.TuneGrid(
             backends=("chunked",), cases=tuning.TUNED[:1], target=None, limits=limits, out=tmp_path, command=""),
         "curves": lambda: curves_grid.CurvesGrid(

@@ -18,7 +18,6 @@ from attnsuite.suite.kinds.kind import Kind
 from attnsuite.suite.store import CONFORMANCE, RECORDS, parse_records
 from attnsuite.suite.suites import SUITES
 from attnsuite.suite.verbs import VERBS
-from attnsuite.suite.verbs.run import _LISTED_CELLS
 from command import code_of
 
 PRODUCT = '''
@@ -235,7 +234,7 @@ def test_case_of_these_fields_is_refused_in_a_sentence(fields, sentence):
 def test_no_file_outside_names_a_kind():
     """But where a suite, a verb or a folder has the same name; a backend's extension has a page of its own kinds."""
     folders = (Path(kinds.__file__).parents[1], Path(cases.__file__).parent)
-    others = {*VERBS, *SUITES, *_LISTED_CELLS, CONFORMANCE}
+    others = {*VERBS, *SUITES, CONFORMANCE}
     named = [
         f"{path}:{node.lineno}: {node.value}"
         for folder in folders

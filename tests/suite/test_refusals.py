@@ -84,7 +84,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         ([*CURVES, "--top-k", "0.5"], "--top-k is not for --suite curves"),
         ([*CURVES, "--mesh", f"data={NINES}"], "must be"),
         (["--mesh", "data=2"], "--mesh is about loss curves; add --suite curves."),
-        (["--suite", "sharded", "--cases", "x"], "--cases is not for --suite sharded, which takes --suite, --out"),
+        ([*CURVES, "--cases", "x"], "--cases is not for --suite curves, which takes --suite, --out"),
     ],
     "compile": [
         (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),

@@ -13,17 +13,34 @@ from unittest import mock
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite import sharded_grid
+from attnsuite.backends import names
+from attnsuite.suite.cell import Request
+from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.references import References
+from attnsuite.suite.grid.run import RunGrid
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import make_case
-from attnsuite.suite.sharded_grid import cell_of, rows
+from attnsuite.suite.kinds.sharded import SHARDED, ShardedCase
+from attnsuite.suite.measure.memory import machine_bytes
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.suites import find_suite
 from command import code_of
 from script import run
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharded"
 DEVICES = 8
 ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
+
+SUITE = find_suite("sharded")
+ROWS = [cell for case in SUITE.cases for cell in SHARDED.cells(case, Request(rows=names(), cases=SUITE.cases))]
+
+
+def cell_of(backend, mesh, problem, exchange="gather"):
+    """The cell of a backend on a mesh; ``exchange`` counts where the mesh divides the context."""
+    case = ShardedCase(problem=problem, mesh=mesh, exchange=exchange if "context" in mesh else None)
+    (cell,) = SHARDED.cells(case, Request(rows=(backend,), cases=(case,)))
+    return cell
+
 
 # The command computes more of them; these are one of each kind.
 CHOSEN = (
@@ -32,7 +49,7 @@ CHOSEN = (
     cell_of("chunked", LONG, "causal bfloat16", "ring"),
     cell_of("chunked", LONG, "packed, window, soft cap", "ring"),
     cell_of("splash", ALL, "packed", "ring"),
-    *(row for row in rows() if row.row == "kascade" or row.problem["problem"] == "one KV head"),
+    *(row for row in ROWS if row.row == "kascade" or row.problem["problem"] == "one KV head"),
     cell_of("splash", ALL, "causal"),
     cell_of("splash", ALL, "balanced", "ring"),
     cell_of("standard", ALL, "causal", "ring"),
@@ -48,7 +65,8 @@ REFUSED = {
 
 def compute(*cells):
     """The records of these cells."""
-    grid = sharded_grid.ShardedGrid(out=Path())
+    limits = Limits(600.0, int(0.7 * machine_bytes()))
+    grid = RunGrid(suite="sharded", cases=(), backends=(), out=Path(), limits=limits)
     with contextlib.closing(References(grid.limits.seconds)) as references:
         return list(grid.compute(cells, references, grid.context({}, mock.Mock())))
 
@@ -64,7 +82,17 @@ def named(record):
 
 
 def test_chosen_rows_are_rows_of_the_command():
-    assert [row for row in CHOSEN if row not in rows()] == []
+    assert {row.key for row in CHOSEN} <= {row.key for row in ROWS}
+
+
+def test_case_runs_the_backends_that_it_names():
+    fields = {"kind": "sharded", "problem": "causal", "mesh": "data 2"}
+    case, named = make_case(fields), make_case({**fields, "backends": "splash, chunked"})
+    rows = ("chunked", "standard")
+    assert [cell.row for cell in SHARDED.cells(case, Request(rows=rows, cases=()))] == ["chunked", "standard"]
+    assert [cell.row for cell in SHARDED.cells(named, Request(rows=rows, cases=()))] == ["chunked"]
+    with pytest.raises(InputError, match="backend 'fast' is not registered; use"):
+        make_case({**fields, "backends": "fast"})
 
 
 def test_every_share_gives_what_one_device_gives(computed):
@@ -91,7 +119,7 @@ def test_what_cannot_be_dealt_is_refused_with_the_reason(computed):
 
 def test_two_processes_give_what_one_device_gives():
     """A ring by slots goes through both; rings by position are among the chosen rows, on eight devices."""
-    joined = [row for row in rows() if row.problem["processes"] == 2 and row.problem["exchange"] == "ring"]
+    joined = [row for row in ROWS if row.problem["processes"] == 2 and row.problem["exchange"] == "ring"]
     (row,) = compute(joined[0])
     assert (row.status, row.error, row.devices) == ("ok", None, 4)
 
@@ -101,18 +129,19 @@ import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from attnsuite.backends import sharding, ring
 from attnsuite.suite.cell import Means
-from attnsuite.suite.grid.references import References
-from attnsuite.suite.kinds import make_case
-from attnsuite.suite.kinds.sharded import SHARDED
-from attnsuite.suite.sharded_grid import cell_of
+from attnsuite.suite.cell import Request
+from attnsuite.suite.kinds.sharded import SHARDED, ShardedCase
 
 ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
 
-def status(cell, module, name, broken):
+def status(case, module, name, broken):
+    backend, problem, mesh, exchange = case
+    case = ShardedCase(problem=problem, mesh=mesh, exchange=exchange)
+    (cell,) = SHARDED.cells(case, Request(rows=(backend,), cases=(case,)))
     whole = getattr(module, name)
     setattr(module, name, broken(whole))
     try:
-        found = SHARDED.prepare(cell, make_case(cell.problem), Means(reference=None, memory_limit=2**40)).outcome
+        found = SHARDED.prepare(cell, case, Means(reference=None, memory_limit=2**40)).outcome
     finally:
         setattr(module, name, whole)
     wrong = [q for q, x in found.accuracy.items() if x.max_error is None or x.max_error > x.allowed]
@@ -130,12 +159,12 @@ class SkipsAStep:
         return getattr(jax.lax, name)
 
 found = {
-    "wrong positions": status(cell_of("standard", LONG, "packed, window, soft cap"),
+    "wrong positions": status(("standard", "packed, window, soft cap", LONG, "gather"),
         ring, "with_positions", without_offset),
-    "a step left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "lax", lambda whole: SkipsAStep()),
-    "weights left out": status(cell_of("chunked", ALL, "causal", "ring"), ring, "put_together",
+    "a step left out": status(("chunked", "causal", ALL, "ring"), ring, "lax", lambda whole: SkipsAStep()),
+    "weights left out": status(("chunked", "causal", ALL, "ring"), ring, "put_together",
         lambda whole: lambda a, b: (a[0] + b[0], *whole(a, b)[1:])),
-    "own gradients only": status(cell_of("standard", ALL, "causal"), jax.lax, "psum_scatter",
+    "own gradients only": status(("standard", "causal", ALL, "gather"), jax.lax, "psum_scatter",
         lambda whole: lambda x, axis, **_: x[:, :x.shape[1] // 2]),
 }
 
@@ -196,24 +225,33 @@ def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
     assert re.search(r"it last wrote: .*--xla_no_such_flag", dead.error)
 
 
+TWO = """
+[[case]]
+kind = "sharded"
+mesh = "data 1"
+problem = "causal"
+backends = "kascade, standard"
+"""
+
+
 def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished row once, and goes on with the others."""
-    cells = [cell_of("kascade", "data 1", "causal"), cell_of("standard", "data 1", "causal")]
-    monkeypatch.setattr(sharded_grid, "rows", lambda: cells)
-    whole, out = sharded_grid.ShardedGrid.compute, tmp_path / "out"
+    suite = tmp_path / "two.toml"
+    suite.write_text(TWO)
+    whole, out = RunGrid.compute, tmp_path / "out"
 
     def interrupted(grid, missing, *rest):
         yield next(iter(whole(grid, missing[:1], *rest)))
         raise KeyboardInterrupt
 
     def command(*words):
-        return code_of("run", "--suite", "sharded", "--out", out, *words), "".join(capsys.readouterr())
+        return code_of("run", "--suite", suite, "--out", out, *words), "".join(capsys.readouterr())
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded_grid.ShardedGrid, "compute", interrupted)
+        patch.setattr(RunGrid, "compute", interrupted)
         code, said = command()
     assert code == 130
-    assert f"what is done is kept; go on with: attnsuite run --suite sharded --resume --out {out}" in said
+    assert f"what is done is kept; go on with: attnsuite run --resume --out {out}" in said
     before = (out / RECORDS).read_bytes()
     assert before.count(b"\n") == 1
     code, said = command()
@@ -228,8 +266,11 @@ def test_published_page_is_what_its_facts_say(tmp_path):
     page = reports.render(PUBLISHED, out=tmp_path)
     assert page.read_bytes() == (PUBLISHED / "report.md").read_bytes()
     records, _, _ = parse_records(PUBLISHED / RECORDS)
-    assert [record.key.replace(record.target, "here") for record in records] == [
-        cell.key.replace(cell.target, "here") for cell in rows()
-    ]
-    assert [record.problem for record in records] == [cell.problem for cell in rows()]
+    published = {record.key.replace(record.target, "here"): record.problem for record in records}
+    assert published == {cell.key.replace(cell.target, "here"): _without_backends(cell) for cell in ROWS}
     assert {record.status for record in records} == {"ok", "unsupported"}
+
+
+def _without_backends(cell):
+    """The problem as it was recorded before a case could name its backends."""
+    return {name: value for name, value in cell.problem.items() if name != "backends"}
