@@ -11,6 +11,7 @@ Parts overlap in the processor, so that the shares need not add up to 1.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,13 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from attnsuite import backends
-from attnsuite.backends.flash_cpu import packing, products, rows, softmax
-from attnsuite.backends.flash_cpu.emit import Function, ptr
+from attnsuite.backends.flash_cpu import forward, packing, products, rows, softmax
+from attnsuite.backends.flash_cpu.emit import Function, i1, ptr
 
-PARTS = ("whole", "scores", "exponentials", "weighted sum", "packing")
-CASES = tuple(
-    (dtype, head_dim, length) for dtype in ("float32", "bfloat16") for head_dim in (64, 128) for length in (512, 2048)
-)
+PARTS = ("whole", "scores", "softmax", "its exponentials", "weighted sum", "packing")
+CASES = tuple(itertools.product(("float32", "bfloat16"), (64, 128), (512, 2048)))  # dtype, head_dim, length
 ROUNDS, SECONDS = 5, 0.4
 
 
@@ -37,7 +36,9 @@ def leave_out(part: str) -> None:
         products.Scores.emit = lambda *_: None
     elif part == "weighted sum":
         products.Weighted.emit = lambda *_: None
-    elif part == "exponentials":
+    elif part == "softmax":
+        forward.softmax = _no_softmax
+    elif part == "its exponentials":
         softmax.exp2 = lambda _e, _isa, x: x
     elif part == "packing":
         packing.rows = type("Rows", (), {**vars(rows), "copy_row": staticmethod(_nothing)})
@@ -46,6 +47,13 @@ def leave_out(part: str) -> None:
 def _nothing(module, isa, name, *_):
     with Function(module, name, [ptr, ptr]) as (e, _places):
         return e.function
+
+
+def _no_softmax(module, *arguments, **options):
+    whole = softmax.softmax(module, *arguments, **options)
+    with Function(module, f"no_{whole.name}", whole.function_type.args, i1) as (e, _places):
+        e.ret(e.const(i1, 0))
+    return e.function
 
 
 def serve(part: str) -> None:
