@@ -42,13 +42,8 @@ class SuiteFile:
     case: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        check_peers(self.peers)
-
-
-def check_peers(names: Iterable[str]) -> None:
-    """Raise InputError for a name that is no peer's."""
-    if unknown := [name for name in names if name not in PEERS]:
-        raise InputError(f"peers: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
+        if unknown := [name for name in self.peers if name not in PEERS]:
+            raise InputError(f"peers: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

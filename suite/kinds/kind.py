@@ -90,7 +90,10 @@ class Kind:
         return typed.convert(fields, self.case)
 
     def of_checkpoint(self, text: Mapping[str, Any], timed: Mapping[str, Any]) -> Iterable[Case]:
-        """Its cases in the suite of a checkpoint, from the fields of cases on text and of those that are timed."""
+        """Its cases in the suite of a checkpoint, from the fields of cases on text and of those that are timed.
+
+        Only a kind that ships here is asked.
+        """
         return ()
 
     def as_now(self, problem: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from attnsuite.sentences import nearest
 from ..cell import Case
 from ..errors import InputError
 from ..kinds import extensions, kind_of
-from ..suite_file import check_peers, read_suite_file
+from ..suite_file import read_suite_file
 
 C = TypeVar("C", bound=Case)
 
@@ -36,11 +36,6 @@ class Suite:
     exact_only: bool = False
 
     def __post_init__(self) -> None:
-        check_peers(self.peers)
-        found = [case.name for case in self.cases]
-        twice = sorted({name for name in found if found.count(name) > 1})
-        if twice:
-            raise InputError(f"suite {self.name} has two cases named {', '.join(twice)}; give each its own name.")
         if not self.cases:
             raise InputError(f"suite {self.name} has no cases; add a [[case]] table.")
 

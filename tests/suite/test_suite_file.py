@@ -14,7 +14,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.kinds.op_case import is_plain, spec_of
 from attnsuite.suite.schema import BEGIN, generated
-from attnsuite.suite.suites import find_suite
+from attnsuite.suite.suites import SUITES, find_suite
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suite-files.md"
 FORWARD = '[[case]]\nkind = "op_forward"\n'
@@ -49,6 +49,12 @@ def test_suite_of_exact_backends_leaves_out_the_approximate_ones(tmp_path, first
     path.write_text(f"{first}{FORWARD}sequence = 8\n")
     assert ("kascade" in find_suite(str(path)).backends()) is measured
     assert "chunked" in find_suite(str(path)).backends()
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
+def test_no_two_cases_of_a_named_suite_have_one_name(suite):
+    found = [case.name for case in suite.cases]
+    assert found == list(dict.fromkeys(found))
 
 
 def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(read):
