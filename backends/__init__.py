@@ -7,6 +7,9 @@ from .adaptive import adaptive_flash_attention as adaptive_flash_attention
 from .adaptive import get_flash_attention_config as get_flash_attention_config
 from .attention import attention as attention
 from .attention import dot_product_attention as dot_product_attention
+from .choices import Policy as Policy
+from .choices import PolicyNotUsedWarning as PolicyNotUsedWarning
+from .choices import load_policy as load_policy
 from .contract import AttentionSpec as AttentionSpec
 from .contract import Backend as Backend
 from .contract import Layout as Layout
@@ -21,9 +24,6 @@ from .function import from_function as from_function
 from .layer_stack import LayerStack as LayerStack
 from .layout import make_spec as make_spec
 from .merging import merge_parts as merge_parts
-from .policy import Policy as Policy
-from .policy import PolicyNotUsedWarning as PolicyNotUsedWarning
-from .policy import load_policy as load_policy
 from .registry import Registry as Registry
 from .registry import UnknownBackendError as UnknownBackendError
 from .registry import get as get

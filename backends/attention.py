@@ -19,6 +19,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from .choices import AnyPolicy
 from .contract import Backend, Carry
 from .derivatives import forward_mode_explained
 from .devices import Target
@@ -29,7 +30,6 @@ from .layout import Layout, check_layout, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
 from .operands import EitherArray, Terms
-from .policy import AnyPolicy
 from .resolve import OnUnavailable, resolve
 from .scores import ScoreFunction
 from .spec import AttentionSpec
@@ -151,11 +151,11 @@ def attention(
     ``value=None`` with ``value_head_dim=r`` says that the first ``r`` numbers of each key are its value, as in
     multi-head latent attention; nothing cuts them out, so that no copy of the keys is made.
     ``mode="interpret"`` runs a kernel backend's own kernel in an interpreter, for
-    verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that
-    ``attnsuite choose`` wrote, which ``auto`` follows (default: ``$ATTNSUITE_POLICY``). ``isolate=True`` sets keys and
-    values behind the lengths and in padding to zero first, for a backend that would let NaN there reach other rows.
-    ``layer`` is one of a :class:`LayerStack`, for a backend whose layers hand something on (``kascade`` with a
-    schedule).
+    verification. ``needs_grad=False`` admits backends that have no backward pass. ``policy`` is a file that ``attnsuite
+    choose`` or ``tune`` wrote, whose backends and options ``auto`` takes (default: ``$ATTNSUITE_POLICY``).
+    ``isolate=True`` sets keys and values behind the lengths and in padding to zero first, for a backend that would let
+    NaN there reach other rows. ``layer`` is one of a :class:`LayerStack`, for a backend whose layers hand something on
+    (``kascade`` with a schedule).
     Outside of ``jit`` a call runs one program, which is compiled once for each problem. Raises ValueError for
     shapes, dtypes and options that do not fit, UnknownBackendError for a name nobody registered, and
     BackendUnavailableError where ``on_unavailable="raise"`` and the backend refuses; otherwise a refusal

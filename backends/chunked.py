@@ -29,7 +29,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from . import blocks, chunked_shares, chunked_tiles, decode, kv_cache, sinks, standard, tuned
+from . import blocks, choices, chunked_shares, chunked_tiles, decode, kv_cache, sinks, standard
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
@@ -40,7 +40,6 @@ from .kv_layout import turned
 from .layout import Layout
 from .operands import NO_TERMS, EitherArray, Terms
 from .spec import AttentionSpec
-from .tuned import Entry
 
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
 # matrix so small that it stays in the cache (the two cross at about 128 x 128 on a 2-core CPU).
@@ -56,7 +55,7 @@ OPTIONS = {
     "block_kv": "keys per block (a multiple of 8)",
     "block_backward": "rows and keys per block in the backward pass (a multiple of 8)",
     "heads_per_tile": "KV heads computed together (at least 1)",
-    "tuned": "path of a table that attnsuite tune wrote, in place of the one that ships",
+    "tuned": "path of a policy that attnsuite tune wrote; its options come before those of the one that ships",
 }
 
 
@@ -158,9 +157,9 @@ class Chunked:
         return Plan.stateless(attend, key_blocks=program.sizes.keys)
 
     def _program(self, spec: AttentionSpec, layout: Layout, target: Target, given: dict[str, Any]) -> Program:
-        """Sizes by rule, replaced by the shipped table, then by the file of ``tuned``, then by the other options."""
-        named, _ = tuned.over_table(given, self.name, target, spec)
-        sizes = default_sizes(spec, target, tuned.shipped())
+        """Sizes by rule, replaced by the shipped policy, then by the file of ``tuned``, then by the other options."""
+        named, _ = choices.with_tuned(given, self.name, OPTIONS, target, spec)
+        sizes = default_sizes(spec, target, choices.load_policy(choices.SHIPPED))
         sizes = _fit(dataclasses.replace(sizes, **_checked(named)), spec, layout)
         return Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
@@ -191,18 +190,18 @@ def _plainly(made: Plan) -> Plan:
     return dataclasses.replace(made, notes=(*made.notes, _PLAIN_NOTE))
 
 
-def default_sizes(spec: AttentionSpec, target: Target, entries: tuple[Entry, ...] = ()) -> BlockSizes:
-    """Block sizes if the user gives none: a rule by platform, length, group and arrays, and the tuned entries."""
+def default_sizes(spec: AttentionSpec, target: Target, policy: choices.Policy) -> BlockSizes:
+    """Block sizes if the user gives none: a rule by platform, length, group and arrays, and the policy's options."""
     sizes = _rule(spec, target)
-    if not (spec.has_mask or spec.has_bias):  # the entries were measured without
-        for gradient in (False, True):
-            sizes = dataclasses.replace(sizes, **tuned.options_for(entries, "chunked", target, spec, gradient=gradient))
+    if not (spec.has_mask or spec.has_bias):  # the options were measured without
+        for found in choices.tuned(policy, "chunked", target, spec):
+            sizes = dataclasses.replace(sizes, **(found.choice.options or {}))
     # Each device works on its own heads: more than two at once make its tiles larger than its cache.
     return dataclasses.replace(sizes, heads_per_tile=min(sizes.heads_per_tile, 2)) if target.count > 1 else sizes
 
 
 def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
-    """The prototype's rule. Cells of ``backends/tuned.json`` show how much faster the tuned sizes are."""
+    """The prototype's rule. Cells of ``backends/choices.json`` show how much faster the tuned sizes are."""
     length, group = min(spec.query_length, spec.key_value_length), spec.group_size
     if target.platform != "cpu":  # few large steps; not tuned on an accelerator yet
         return BlockSizes(512, 512, 512, spec.batch * spec.num_kv_heads)

@@ -46,8 +46,10 @@ def shares(
         return backend
     batch, length, heads, head_dim = found[0]
     if length or head_dim or any(each != found[0] for each in found):
-        words = [f"{name} {dict(zip(_DIMENSIONS, each, strict=True))}" for name, each in
-                 zip(("query", "key", "value"), found, strict=False)]  # fmt: skip
+        words = [
+            f"{name} {dict(zip(_DIMENSIONS, each, strict=True))}"
+            for name, each in zip(("query", "key", "value"), found, strict=False)
+        ]
         raise ValueError(
             f"{backend.name} runs on each device's share where batch or heads of query, key and value are sharded over "
             f"the same axes of an explicit mesh; given are {'; '.join(words)}. Use jax.sharding.reshard, "
@@ -62,8 +64,11 @@ def shares(
 def _sharding(x: Array) -> tuple[Any, ...]:
     """The explicit axes of each dimension, None where it is whole."""
     sharding = jax.typeof(x).sharding
-    explicit = {name for name, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-                if kind == AxisType.Explicit}  # fmt: skip
+    explicit = {
+        name
+        for name, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
     names = [each if isinstance(each, tuple) else (each,) for each in (*sharding.spec, *(None,) * x.ndim)][: x.ndim]
     of_each = [tuple(name for name in each if name in explicit) for each in names]
     return tuple(each[0] if len(each) == 1 else each or None for each in of_each)

@@ -45,23 +45,25 @@ KV_LAYOUTS = ("NHD", "HND")  # FlashInfer's words: slots before heads, heads bef
 KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
 
 # Masks, layouts and shapes that a backend written in terms of JAX has without work of its own.
-BASIC_FEATURES: frozenset[Feature] = frozenset({
-    "causal",
-    "bidirectional",
-    "window",
-    "chunk",
-    "soft_cap",
-    "scale",
-    "segments",
-    "positions",
-    "lengths",
-    "mask",
-    "bias",
-    "gradient",
-    "grouped_queries",
-    "cross_length",
-    "value_head_dim",
-})  # fmt: skip
+BASIC_FEATURES: frozenset[Feature] = frozenset(
+    {
+        "causal",
+        "bidirectional",
+        "window",
+        "chunk",
+        "soft_cap",
+        "scale",
+        "segments",
+        "positions",
+        "lengths",
+        "mask",
+        "bias",
+        "gradient",
+        "grouped_queries",
+        "cross_length",
+        "value_head_dim",
+    }
+)
 
 
 # Everything in the contract.

@@ -112,8 +112,10 @@ class Combined(Mask):
 
     def __str__(self) -> str:
         """``a & b`` or ``a | b``, with brackets around another operation."""
-        parts = (f"({x})" if isinstance(x, Combined) and x.operation is not self.operation else str(x)
-                 for x in (self.first, self.second))  # fmt: skip
+        parts = (
+            f"({x})" if isinstance(x, Combined) and x.operation is not self.operation else str(x)
+            for x in (self.first, self.second)
+        )
         return f" {'&' if self.operation is operator.and_ else '|'} ".join(parts)
 
     __repr__ = __str__

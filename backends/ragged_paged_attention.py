@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from . import kv_cache, tuned
+from . import choices, kv_cache
 from .chunked import CHUNKED
 from .contract import Plan, positions
 from .devices import Target
@@ -38,7 +38,7 @@ OPTIONS = {
     "sequences": "sequences of a ragged batch (kv_cache.ragged_layout), an integer that divides its slots",
     "pages_per_block": "pages that the kernel copies and computes together, an integer from 1",
     "queries_per_block": "query tokens of a block, an integer from 1",
-    "tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's",
+    "tuned": "path of a policy that attnsuite tune wrote; options given beside it hold over the policy's",
 }
 
 
@@ -225,7 +225,7 @@ def _sizes(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> tuple[
     sequences, facts = given.get("sequences", 1), {}
     if "tuned" in given and isinstance(sequences, int) and sequences > 0:
         facts = _facts(spec, sequences)
-    found, notes = tuned.over_table(given, "ragged_paged_attention", target, spec, facts)
+    found, notes = choices.with_tuned(given, "ragged_paged_attention", OPTIONS, target, spec, facts)
     for name, value in (sizes := sizes | found).items():
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not whole or (name == "sequences" and spec.key_value_length % value):

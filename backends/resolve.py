@@ -1,6 +1,6 @@
 """Choose the backend that runs a request, and record every rejection with its reason.
 
-``auto`` takes the backend that a policy names for such a problem (``policy.py``), else the first backend of the
+``auto`` takes the backend that a policy names for such a problem (``choices.py``), else the first backend of the
 target's list that supports the spec. If a named backend refuses, the caller decides what happens: an error, or a
 fallback to the first backend of that list that supports the spec. A fallback runs under ``mode="fallback"`` with one
 warning that gives the reasons. No backend is ever replaced silently.
@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args
 from attnsuite.sentences import quoted
 
 from . import registry
+from .choices import AnyPolicy, Decision, Policy, PolicyNotUsedWarning, decide, policy_of, tuned, usable
 from .contract import Backend, Plan
 from .devices import Target
 from .features import Mode
 from .layout import Layout
-from .policy import AnyPolicy, Decision, PolicyNotUsedWarning, decide, policy_of, unusable
 from .spec import AttentionSpec
 from .support import plan_accepted, support
 
@@ -69,7 +69,8 @@ class Resolution:
     """The backend that runs for a request. ``mode`` is ``fallback`` if it is not the one that was asked for.
 
     ``policy`` is a sentence about what ``auto`` took: the measurement of a policy that it follows and how near that is,
-    or why the policy was not followed, or that nothing was measured on this device.
+    or why the policy was not followed, or that nothing was measured on this device. ``tuned`` is the policy that has
+    options for the backend that ``auto`` took.
     """
 
     requested: str
@@ -79,6 +80,7 @@ class Resolution:
     target: Target
     rejections: tuple[Rejection, ...] = ()
     policy: str = ""
+    tuned: Policy | None = None
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -87,7 +89,9 @@ class Resolution:
 
     def mode_and(self, options: Mapping[str, Any] | None) -> tuple[Mode, Mapping[str, Any] | None]:
         """The mode to plan in, and the options, which are the requested backend's; a fallback takes none."""
-        return ("native", None) if self.mode == "fallback" else (self.mode, options)
+        if self.mode == "fallback":
+            return "native", None
+        return self.mode, options if self.tuned is None else {"tuned": self.tuned} | dict(options or {})
 
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
         """Plan one forward pass with the resolved backend.
@@ -112,9 +116,10 @@ def resolve(
     """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.
 
     ``request`` is a registered name or ``"auto"``. ``options`` are those for the requested backend, which may refuse
-    some together with the spec. ``policy`` is for ``"auto"``: a file that ``attnsuite choose`` wrote, or what
-    :func:`attnsuite.backends.load_policy` read (default: the file that ``$ATTNSUITE_POLICY`` names, if it is set). A
-    policy of another device or of other versions is not used, with one PolicyNotUsedWarning.
+    some together with the spec. ``policy`` is for ``"auto"``, which takes its backends and their options: a file that
+    ``attnsuite choose`` or ``attnsuite tune`` wrote, or what :func:`attnsuite.backends.load_policy` read (default: the
+    file that ``$ATTNSUITE_POLICY`` names, if it is set). A policy of another device or of other versions is not used,
+    with one PolicyNotUsedWarning.
 
     Raises UnknownBackendError for an unregistered name, and ValueError for an unknown mode, for a policy beside a
     backend by name, and for a file that is no policy. Raises BackendUnavailableError if the named backend refuses and
@@ -123,11 +128,11 @@ def resolve(
     target = Target.here() if target is None else target
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
-    followed = Decision(None, "")
+    valid, followed = None, Decision(None, "")
     if request == "auto":
-        followed = _decision(policy, spec, target)
+        valid, followed = _decision(policy, spec, target)
         if followed.backend is not None:
-            return Resolution(request, registry.get(followed.backend), "native", spec, target, (), followed.sentence)
+            return _taken(followed.backend, spec, target, (), followed.sentence, valid)
     else:
         backend = registry.get(request)
         found = support(backend, spec, target, mode, options)
@@ -147,7 +152,7 @@ def resolve(
             continue
         if request == "auto":
             sentence = followed.sentence or ("" if target.platform == "cpu" else _NOT_MEASURED)
-            return Resolution(request, backend, "native", spec, target, tuple(rejections), sentence)
+            return _taken(name, spec, target, tuple(rejections), sentence, valid)
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
         asked, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(
@@ -176,19 +181,37 @@ def _check(request: str, mode: str, on_unavailable: str, policy: AnyPolicy | Non
         )
 
 
-def _decision(policy: AnyPolicy | None, spec: AttentionSpec, target: Target) -> Decision:
-    """What the policy says of ``spec`` on ``target``; no backend where there is none, or where it is not to be used."""
+def _decision(policy: AnyPolicy | None, spec: AttentionSpec, target: Target) -> tuple[Policy | None, Decision]:
+    """What of a policy holds for ``target``, and what it says of ``spec``: no backend where ``auto`` takes none."""
     read = policy_of(policy)
     if read is None:
-        return Decision(None, "")
-    if reason := unusable(read, target):
+        return None, Decision(None, "")
+    valid, reason = usable(read, target)
+    if reason:
         if target.present:
             warnings.warn(reason, PolicyNotUsedWarning, stacklevel=3)
-        return Decision(None, reason)
-    found = decide(read, spec)
+        return valid, Decision(None, reason)
+    found = decide(valid, spec)
     if found.backend is not None and (reason := _against(found.backend, spec, target)):
-        return Decision(None, f"policy {read.name} is not followed: {reason}")
-    return found
+        return valid, Decision(None, f"policy {read.name} is not followed: {reason}")
+    return valid, found
+
+
+def _taken(
+    name: str,
+    spec: AttentionSpec,
+    target: Target,
+    rejections: tuple[Rejection, ...],
+    sentence: str,
+    policy: Policy | None,
+) -> Resolution:
+    """What ``auto`` takes: with the policy's options, if they were measured with arrays of the same kinds."""
+    options = () if policy is None else tuned(policy, name, target, spec)
+    if not options or any((e.spec.has_mask, e.spec.has_bias) != (spec.has_mask, spec.has_bias) for e in options):
+        return Resolution("auto", registry.get(name), "native", spec, target, rejections, sentence)
+    cases = " and ".join(f"{each.choice.case} of {each.source.name}" for each in options)
+    sentence = f"{sentence} The options of {name} are those of case {cases}.".lstrip()
+    return Resolution("auto", registry.get(name), "native", spec, target, rejections, sentence, policy)
 
 
 def _against(name: str, spec: AttentionSpec, target: Target) -> str:

@@ -72,5 +72,6 @@ def derived(function: ScoreFunction, scores: Any, *indices: Any) -> tuple[Any, A
 
 def _indices() -> tuple[Any, ...]:
     """Batch entry, head, query position and key position of the scores that a function is tried on."""
-    return tuple(jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == at else 1 for i in range(4)])
-                 for at, n in enumerate(_SHAPE))  # fmt: skip
+    return tuple(
+        jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == at else 1 for i in range(4)]) for at, n in enumerate(_SHAPE)
+    )

@@ -68,9 +68,11 @@ def kernel_of(masking: Masking, blocks: Blocks, soft_cap: float | None, interpre
     mask = kernel.FullMask(masking.shape) if full else _Mask(*masking.shape, masking.mask_function)
     with jax.ensure_compile_time_eval():  # plans are made inside of jit too
         made = kernel.make_splash_mha_single_device(
-            kernel.MultiHeadMask([mask]), block_sizes=block_sizes(blocks), attn_logits_soft_cap=soft_cap,
+            kernel.MultiHeadMask([mask]),
+            block_sizes=block_sizes(blocks),
+            attn_logits_soft_cap=soft_cap,
             interpret=interpret,
-        )  # fmt: skip
+        )
         return jax.tree.map(np.asarray, made)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import tuned
+from . import choices
 from .contract import Plan, check_options
 from .devices import Target
 from .features import Mode
@@ -20,7 +20,7 @@ from .splash_operands import BLOCK_OPTIONS, LANES, Blocks, blocks_of, is_block, 
 from .tunable import KernelWork
 from .vendor_kernel import VendorKernel, round_up
 
-TUNED_OPTION = {"tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's"}
+TUNED_OPTION = {"tuned": "path of a policy that attnsuite tune wrote; options given beside it hold over the policy's"}
 _SIZES = (256, 512, 1024, 2048)  # sizes that are tried: of 128 a grid has too many steps, 4096 fit no core
 
 
@@ -115,7 +115,7 @@ def read_options(
     name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The options, over those of the file that ``tuned`` names, and whose figures they follow. Raises ValueError."""
-    given, notes = tuned.over_table(check_options(name, options, accepted), name, target, spec)
+    given, notes = choices.with_tuned(check_options(name, options, accepted), name, accepted, target, spec)
     return checked(name, accepted, given), notes
 
 

@@ -49,8 +49,11 @@ def _takes(name: str) -> Iterator[str]:
     yield from ("", "## What it takes", "")
     lines: dict[str, list[str]] = {}
     for label, target in TARGETS.items():
-        taken = [problem for problem, change in PROBLEMS.items()
-                 if support(backend, dataclasses.replace(BASE, **change), target)]  # fmt: skip
+        taken = [
+            problem
+            for problem, change in PROBLEMS.items()
+            if support(backend, dataclasses.replace(BASE, **change), target)
+        ]
         if not taken:
             continue
         others = [problem for problem in PROBLEMS if problem not in taken]

@@ -79,9 +79,13 @@ def row_of(line: dict[str, str]) -> Row:
         value_head_dim=value, dtype="bfloat16", is_causal=line["causal"] == "1", needs_grad=False,
     )  # fmt: skip
     return Row(
-        source=line["source"], chip=DEVICES[line["device"]], spec=spec, keeps_rows=line["residuals"] == "1",
-        config=tuple(json.loads(line["config"]).items()), seconds=float(line["median_ms"]) / 1e3,
-    )  # fmt: skip
+        source=line["source"],
+        chip=DEVICES[line["device"]],
+        spec=spec,
+        keeps_rows=line["residuals"] == "1",
+        config=tuple(json.loads(line["config"]).items()),
+        seconds=float(line["median_ms"]) / 1e3,
+    )
 
 
 def fitted(rows: Sequence[Row]) -> np.ndarray:

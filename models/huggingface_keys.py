@@ -148,8 +148,9 @@ _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers":
 _GEMMA = {"norms": "both", "norm_plus_one": True, "scale_embeddings": True, "activation": "gelu_tanh"}
 _GEMMA_KEYS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GEMMA_2 = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True} | {
-    "sliding_window": 4096, "max_position_embeddings": 8192
-}  # fmt: skip
+    "sliding_window": 4096,
+    "max_position_embeddings": 8192,
+}
 _GELU = {"hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh",)}
 _LONG = {"max_position_embeddings": 131072, "rope_theta": 1000000.0}
 _EXPERTS = ("num_experts_per_tok", "num_local_experts", "num_experts")

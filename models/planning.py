@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from attnsuite.backends import AttentionSpec, Resolution, Target, masks, resolve, support
+from attnsuite.backends.choices import AnyPolicy
 from attnsuite.backends.contract import Mode
-from attnsuite.backends.policy import AnyPolicy
 from attnsuite.backends.resolve import OnUnavailable
 
 from .config import AttentionType, ModelConfig

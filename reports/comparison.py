@@ -90,8 +90,11 @@ def _origins(first: Run, second: Run) -> list[str]:
     apart = [name for name in names if facts[0].get(name) != facts[1].get(name) and name != "date"]
     if other := [name for name in apart if name not in ("device", *_SOURCE)]:
         warned.append(f"**Different:** {escape(', '.join(other))}. The ratios include the effect of these.")
-    notes = [f"**Note on run {name}.** {escape(note)}" for name, run in zip("AB", (first, second), strict=True)
-             for note in run.notes]  # fmt: skip
+    notes = [
+        f"**Note on run {name}.** {escape(note)}"
+        for name, run in zip("AB", (first, second), strict=True)
+        for note in run.notes
+    ]
     differing = [render_table(table("differing", "", columns, apart))] if apart else []
     every = render_table(table("origins", "", columns, names))
     folded = ["<details><summary>Source and environment of both runs</summary>", every, "</details>"]
@@ -107,8 +110,9 @@ def _source(a: Mapping[str, str], b: Mapping[str, str]) -> str:
     if digests[0] == digests[1]:
         return f"Same source in both runs (digest {escape(str(digests[0]))})."
     revisions = [facts.get("git revision", "no checkout") for facts in (a, b)]
-    sentence = " and ".join(f"{digest} ({revision}; run {name})"
-                        for digest, revision, name in zip(digests, revisions, "AB", strict=True))  # fmt: skip
+    sentence = " and ".join(
+        f"{digest} ({revision}; run {name})" for digest, revision, name in zip(digests, revisions, "AB", strict=True)
+    )
     return f"**Different source:** {escape(sentence)}."
 
 

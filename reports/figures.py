@@ -148,10 +148,13 @@ def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
             BACKEND,
             MODE,
             *(_size(name, header) for name, header in MEMORY_METHODS.items()),
-            Column("temp_ratio", f"temporary relative to {kinds.kind_of(kind).baseline}",
-                   lambda cell: BASELINE if cell.is_baseline else cell.temp_ratio),
+            Column(
+                "temp_ratio",
+                f"temporary relative to {kinds.kind_of(kind).baseline}",
+                lambda cell: BASELINE if cell.is_baseline else cell.temp_ratio,
+            ),
             *(_size(name, f"{name.replace('_', ' ')} (MiB)") for name in others),
-        )  # fmt: skip
+        )
         made.append(table(f"memory_{kind}", heading, columns, shown))
     return tuple(made)
 

@@ -26,8 +26,10 @@ def growth(groups: Sequence[Group]) -> Table | None:
         length = problem.get("sequence")
         plain = phase_of(kind) in PASSES and is_plain(problem | {"causal": True})
         if plain and size and shows_memory(cell.record) and type(length) is int and length >= _SHORTEST:
-            shape = (f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "
-                     f"{problem.get('dtype')}")  # fmt: skip
+            shape = (
+                f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "
+                f"{problem.get('dtype')}"
+            )
             sizes.setdefault((kind, shape, cell.label), {})[length] = size
     columns = (
         Column("kind", "pass", lambda at: title_of(at[0][0]), merge=True),

@@ -56,8 +56,10 @@ class Limits:
     allowed: Mapping[What, float]
 
     def __str__(self) -> str:
-        return ", ".join(name + (f" by more than {share:.3g}%" if name in WITH_SHARE else "")
-                         for name, share in ((name, 100 * share) for name, share in self.allowed.items()))  # fmt: skip
+        return ", ".join(
+            name + (f" by more than {share:.3g}%" if name in WITH_SHARE else "")
+            for name, share in ((name, 100 * share) for name, share in self.allowed.items())
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,8 +94,10 @@ def regressions(before: Runs, after: Runs, limits: Limits) -> tuple[Regression, 
     """What is worse in ``after``, records by key. Raises InputError where a limit has nothing to be held to."""
     shared = [key for key in before if key in after]
     if not shared:
-        raise InputError("--fail-on: the two runs share no cell (a cell is a case, a backend, a device and a mode); "
-                         "compare runs of the same suite on the same device.")  # fmt: skip
+        raise InputError(
+            "--fail-on: the two runs share no cell (a cell is a case, a backend, a device and a mode); "
+            "compare runs of the same suite on the same device."
+        )
     asked = [what for what in get_args(What) if what in limits.allowed]
     return tuple(each for what in asked for each in _FOUND[what](before, after, shared, limits.allowed[what]))
 
@@ -145,8 +149,10 @@ def _slower(before: Runs, after: Runs, _: Sequence[str], share: float) -> list[R
         raise InputError("--fail-on slower: no cell has a speed in both runs; leave it out, or run both on the device.")
     few = [key for key in both if min(len(before[key].samples), len(after[key].samples)) < statistics.FEWEST]
     if len(few) == len(both):
-        raise InputError(f"--fail-on slower: {plural(len(few), 'cell')} with fewer than {statistics.FEWEST} samples in "
-                         "a run, which give no interval; leave it out, or measure again.")  # fmt: skip
+        raise InputError(
+            f"--fail-on slower: {plural(len(few), 'cell')} with fewer than {statistics.FEWEST} samples in "
+            "a run, which give no interval; leave it out, or measure again."
+        )
     judged = [key for key in both if key not in few]
     level = 1 - 0.05 / len(judged)
     plain = {key: statistics.quick_ratio(after[key].samples, before[key].samples) for key in judged}
@@ -160,8 +166,10 @@ def _slower(before: Runs, after: Runs, _: Sequence[str], share: float) -> list[R
             pace = min(1.0, float(np.median(rest))) if rest else 1.0
             sides = [_together([run[other] for other in control]) for run in (after, before)]
             allowed = [pace * sample for sample in first]
-            needed = [("its time relative to its control", (second, first, *sides), share),
-                      ("its time", (second, allowed), share / 2)]  # fmt: skip
+            needed = [
+                ("its time relative to its control", (second, first, *sides), share),
+                ("its time", (second, allowed), share / 2),
+            ]
         if sentence := _told(needed, level):
             found.append(Regression("slower", key, f"{sentence} (allowed: {number(1 + share)})"))
     return [*_whole(before, after, plain, share), *found]
@@ -208,8 +216,11 @@ def _larger(before: Runs, after: Runs, shared: Sequence[str], share: float) -> l
     sizes = {key: [program_bytes(r) if shows_memory(r) else None for r in (before[key], after[key])] for key in shared}
     known = _known(sizes, "--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
     sentence = "its program takes {} MiB, {} of that in A (allowed: {})"
-    return [Regression("memory", key, sentence.format(number(b / 2**20), number(b / a), number(1 + share)))
-            for key, (a, b) in known.items() if b > (1 + share) * a]  # fmt: skip
+    return [
+        Regression("memory", key, sentence.format(number(b / 2**20), number(b / a), number(1 + share)))
+        for key, (a, b) in known.items()
+        if b > (1 + share) * a
+    ]
 
 
 def _longer(before: Runs, after: Runs, shared: Sequence[str], share: float) -> list[Regression]:
@@ -217,8 +228,11 @@ def _longer(before: Runs, after: Runs, shared: Sequence[str], share: float) -> l
     counts = {key: [scheduled_bundles(r.schedules) for r in (before[key], after[key])] for key in shared}
     known = _known(counts, "--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
     sentence = "its kernels have {} bundles x grid steps, {} of those in A (allowed: {})"
-    return [Regression("bundles", key, sentence.format(b, number(b / a), number(1 + share)))
-            for key, (a, b) in known.items() if b > (1 + share) * a]  # fmt: skip
+    return [
+        Regression("bundles", key, sentence.format(b, number(b / a), number(1 + share)))
+        for key, (a, b) in known.items()
+        if b > (1 + share) * a
+    ]
 
 
 def _known(counts: Mapping[str, Sequence[int | None]], sentence: str) -> dict[str, tuple[int, int]]:

@@ -56,8 +56,9 @@ def _alone(found: Run, folder: Path) -> dict[str, str]:
 def _files(runs: Iterable[Run]) -> dict[str, str]:
     """Name -> content."""
     pages = tuple(page for found in runs for page in _pages(found))
-    pictures = {picture.file: plot.draw(picture) for page in pages for section in page.sections
-                for picture in section.pictures}  # fmt: skip
+    pictures = {
+        picture.file: plot.draw(picture) for page in pages for section in page.sections for picture in section.pictures
+    }
     written = {REPORT: markdown.render(tuple(map(markdown.short, pages)))}
     if any(page.has_short for page in pages):
         written[DETAILS] = markdown.render(pages)

@@ -82,8 +82,11 @@ def series(runs: Sequence[Entry]) -> tuple[Series, ...]:
     latest = {key: record for run in by_run for key, record in run.items()}
     made = []
     for key in sorted(latest, key=lambda key: (cases.order(latest[key]), label(latest[key]), key)):
-        found = [(at, _value(key, run)) for at, run in enumerate(by_run)
-                 if key in run and same_problem(run[key], latest[key])]  # fmt: skip
+        found = [
+            (at, _value(key, run))
+            for at, run in enumerate(by_run)
+            if key in run and same_problem(run[key], latest[key])
+        ]
         relative = sum(is_relative for _, (_, is_relative) in found) * 2 > len(found)
         kept = [(at, value) for at, (value, is_relative) in found if is_relative == relative]
         made.append(
@@ -146,8 +149,11 @@ def _differs(before: Entry, after: Entry) -> str:
         )
     for name, own in (("versions", ""), ("own", "file of "), ("flags", "")):
         there, here = old.get(name, {}), new.get(name, {})
-        sentence += [f"{own}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
-                 for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]  # fmt: skip
+        sentence += [
+            f"{own}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
+            for key in dict.fromkeys((*there, *here))
+            if there.get(key) != here.get(key)
+        ]
     return "; ".join(sentence) or "nothing that the records tell"
 
 

@@ -44,8 +44,11 @@ def _map(title: str, members: Sequence[Group]) -> Winners | None:
         return None
     varying = [name for name in _fields(members) if name != across and len(_values(members, name)) > 1]
     places = [_place(member, across, varying) for member in members]
-    rows = [row for row in _distinct(place.row for place in places)
-            if len({place.column for place in places if place.row == row}) >= _FEWEST]  # fmt: skip
+    rows = [
+        row
+        for row in _distinct(place.row for place in places)
+        if len({place.column for place in places if place.row == row}) >= _FEWEST
+    ]
     kept = [place for place in places if place.row in rows]
     columns = _distinct(place.column for place in kept)
     if len(rows) < _FEWEST:

@@ -260,8 +260,10 @@ class _Names:
     def without(self, value: Any, key: str = "", *, free: bool = False) -> Any:
         """``value`` as JSON has it, without paths; in free text also without the two names. A node gets no name."""
         if isinstance(value, dict):
-            inner = {self._text(name, free=False): self.without(x, name, free=free or name in _FREE)
-                     for name, x in value.items()}  # fmt: skip
+            inner = {
+                self._text(name, free=False): self.without(x, name, free=free or name in _FREE)
+                for name, x in value.items()
+            }
             return {name: x for name, x in inner.items() if name != "node"}
         if isinstance(value, list):
             return [self.without(x, key, free=free) for x in value]

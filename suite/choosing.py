@@ -1,36 +1,39 @@
-"""Policies from records: the fastest exact backend of each measured problem, for ``auto`` to follow.
+"""Policies from records: the fastest exact backend of each measured problem, and the options that were tuned.
 
-``backends/policy.py`` has the form of the file and the rule by which ``auto`` follows it. Cells are compared only where
-they shared rounds. The problems are calls of attention, and models whose layers are all of one attention type.
+``backends/choices.py`` has the form of the file and the rules by which it is followed. Backends are compared only where
+their cells shared rounds. The problems are calls of attention, and models whose layers are all of one attention type.
 :func:`score` compares a policy with the records of other problems, and runs nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from attnsuite.backends import AttentionSpec, Policy
-from attnsuite.backends.policy import PolicyCase, PolicyFile, PolicyRun, decide, problem_of
+from attnsuite.backends import AttentionSpec, Policy, load_policy
+from attnsuite.backends.choices import Choice, Source, decide, merged, problem_of, to_json
 from attnsuite.backends.resolve import PRIORITY
 
+from . import files
 from .errors import InputError
 from .kinds import kind_of, make_case
+from .kinds.tuning import TUNING
 from .peers import PEERS
 from .record import Record
 from .reportable import STANDARD, program_bytes, ratio_of, shows_speed, times_of
 from .statistics import median
 from .store import parse_records, records_path
+from .tuned import choice, figures
 from .user_function import is_reference
 
 # Packages of a run's environment that no backend computes with.
-_UNRELATED = frozenset({"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers",
-                        "tokamax"})  # fmt: skip
+_UNRELATED = frozenset(
+    {"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers", "tokamax"}
+)
 _DEVICE, _CORES = "the device", "the number of cores"
+POLICY = "policy.json"  # the name of the file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,36 +54,66 @@ class Measured:
         return median(times_of(self.cells[backend])).value
 
 
-def policy_file(directories: Sequence[Path]) -> PolicyFile:
-    """The policy of these runs. Of the same problem a later run replaces an earlier one, and a call replaces a model.
+def sources_of(directories: Sequence[Path]) -> tuple[Source, ...]:
+    """The choices of these runs: of ``attnsuite run`` backends, of ``attnsuite tune`` options.
 
-    Raises InputError for a run that cannot be read or has no speed of an exact backend, and for runs of unlike devices
-    or versions.
+    Of the same problem a later run replaces an earlier one, and a call replaces a model. Raises InputError for a run
+    that cannot be read or has nothing to choose from, and for one with unlike devices or versions.
     """
-    cases: dict[AttentionSpec, PolicyCase] = {}
-    runs, origins = [], []
-    for directory in directories:
-        found = measured(directory)
-        if not found:
-            raise InputError(f"{directory} has no speed of an exact backend on an attention call or a model; choose "
-                             "from a directory that attnsuite run wrote.")  # fmt: skip
-        cases |= {each.spec: _case(each, directory) for each in found}
-        first = next(iter(found[0].cells.values()))
-        runs.append(_run(first, directory))
-        origins += [(directory, record) for each in found for record in each.cells.values()]
-    device, cores, versions = _common(origins)
-    return PolicyFile(device=device, cores=cores, versions=versions, runs=tuple(runs), cases=tuple(cases.values()))
+    return merged(source for directory in directories for source in _sources(directory))
 
 
-def to_json(content: PolicyFile) -> str:
-    """The text of a policy's file."""
-    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"
+def _sources(directory: Path) -> Iterator[Source]:
+    if found := measured(directory):
+        yield source_of(str(directory), [r for each in found for r in each.cells.values()], map(_choice, found))
+    elif tuned := [
+        record for record in _records(directory) if record.kind in TUNING.titles and record.facts is not None
+    ]:
+        yield source_of(str(directory), tuned, map(choice, tuned))
+    else:
+        raise InputError(
+            f"{directory} has no speed of an exact backend on an attention call or a model, and no tuned "
+            "options; choose from a directory that attnsuite run or attnsuite tune wrote."
+        )
+
+
+def source_of(name: str, records: Sequence[Record], choices: Iterable[Choice], **details: Any) -> Source:
+    """The source of choices from these records. Raises InputError where devices or versions of the records differ."""
+    origin, facts = _common(name, records), records[0].environment
+    return Source(
+        name=name,
+        **origin,
+        suite=records[0].suite,
+        date=max(record.started for record in records)[:10],
+        digest=facts.get("source"),
+        git_revision=facts.get("git_revision"),
+        details=details,
+        choices=tuple(choices),
+    )
+
+
+def write_policy(path: Path, sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Write a policy of these choices and of those that the file has, and that no newer one replaces.
+
+    Returns both. Raises InputError for a file that is no policy or cannot be written.
+    """
+    try:
+        before = load_policy(path).sources if path.exists() else ()
+    except ValueError as error:
+        raise InputError(f"{path} would be extended, but {error} Or name another file.") from error
+    together = merged((*before, *sources))
+    files.write_text(path, to_json(together))
+    return together
+
+
+def _records(directory: Path) -> Sequence[Record]:
+    return parse_records(records_path(directory))[0]
 
 
 def measured(directory: Path) -> list[Measured]:
     """The problems of a run with a timed exact backend: models first, then calls of attention. Raises InputError."""
     sessions: dict[tuple[str, str | None], dict[str, Record]] = {}
-    for record in parse_records(records_path(directory))[0]:
+    for record in _records(directory):
         if _counts(record):
             key = (record.case, record.environment.get("session"))
             sessions.setdefault(key, {})[record.requested] = record
@@ -134,14 +167,17 @@ def score(policy: Policy, directory: Path) -> Score:
     held_out = measured(directory)
     if not held_out:
         raise InputError(f"{directory} has no speed of an exact backend; there is nothing to hold the policy against.")
-    common = _common([(directory, record) for each in held_out for record in each.cells.values()])
-    made = policy.content
-    for what, there, here in zip(("device", "cores", "versions"), (made.device, made.cores, made.versions), common,
-                                 strict=True):  # fmt: skip
-        if there != here:
-            raise InputError(f"{directory} was measured with another {what} ({here}) than the policy ({there}); "
-                             "hold out problems of the same machine and environment.")  # fmt: skip
-    rows = tuple(_score(policy, each) for each in held_out)
+    here = _common(str(directory), [record for each in held_out for record in each.cells.values()])
+    origins = [{name: getattr(each.source, name) for name in here} for each in policy.backends]
+    if origins and here not in origins:
+        what = next(name for name in here if here[name] != origins[-1][name])
+        raise InputError(
+            f"{directory} was measured with another {what} ({here[what]}) than the policy "
+            f"({origins[-1][what]}); hold out problems of the same machine and environment."
+        )
+    alike = Policy(policy.name, tuple(m for m, origin in zip(policy.backends, origins, strict=True) if origin == here))
+    platform = here["device"].partition(":")[0]
+    rows = tuple(_score(alike, platform, each) for each in held_out)
     names = dict.fromkeys(name for row in rows for name in row.seconds)
     return Score(
         rows=rows,
@@ -152,8 +188,7 @@ def score(policy: Policy, directory: Path) -> Score:
     )
 
 
-def _score(policy: Policy, each: Measured) -> Scored:
-    platform = policy.content.device.partition(":")[0]
+def _score(policy: Policy, platform: str, each: Measured) -> Scored:
     listed = next((name for name in PRIORITY.get(platform, ()) if name in each.cells), each.winner)
     decision = decide(policy, each.spec)
     chosen = listed if decision.backend is None or decision.backend not in each.cells else decision.backend
@@ -173,44 +208,25 @@ def _counts(record: Record) -> bool:
     )
 
 
-def _case(each: Measured, directory: Path) -> PolicyCase:
+def _choice(each: Measured) -> Choice:
     best, standard = each.cells[each.winner], each.cells.get(STANDARD)
-    ratio = None if standard is None or best is standard else ratio_of(best, standard)
-    return PolicyCase(
-        case=each.case,
-        run=str(directory),
-        problem=problem_of(each.spec),
-        backend=each.winner,
-        ratio=None if ratio is None else ratio.value,
-        interval=None if ratio is None or ratio.low is None or ratio.high is None else (ratio.low, ratio.high),
-        memory=program_bytes(best),
-    )
+    ratio = figures(None if standard is None or best is standard else ratio_of(best, standard))
+    problem, memory = problem_of(each.spec), program_bytes(best)
+    return Choice(case=each.case, problem=problem, backend=each.winner, memory=memory, **ratio)
 
 
-def _run(record: Record, directory: Path) -> PolicyRun:
-    facts = record.environment
-    return PolicyRun(
-        directory=str(directory),
-        suite=record.suite,
-        date=record.started[:10],
-        source=facts.get("source"),
-        git_revision=facts.get("git_revision"),
-    )
-
-
-def _common(origins: Sequence[tuple[Path, Record]]) -> tuple[str, int | None, dict[str, str]]:
+def _common(name: str, records: Sequence[Record]) -> dict[str, Any]:
     """The device, a CPU's cores and the versions of all records. Raises InputError where they differ."""
-    found = [(directory, _origin(record)) for directory, record in origins]
-    first, origin = found[0]
-    for directory, other in found:
+    origin, *others = map(_origin, records)
+    for other in others:
         for what in dict.fromkeys((*origin, *other)):
             here, there = (facts.get(what, "absent") for facts in (other, origin))
             if here != there:
                 raise InputError(
-                    f"{directory} was measured with {what} {here}, {first} with {there}; a policy is for one device "
-                    "and one set of versions: choose from runs that have the same."
+                    f"{name} was measured with {what} {here} and with {there}; choose from runs that each have one "
+                    "device and one set of versions."
                 )
-    return origin.pop(_DEVICE), origin.pop(_CORES), origin
+    return {"device": origin.pop(_DEVICE), "cores": origin.pop(_CORES), "versions": origin}
 
 
 def _origin(record: Record) -> dict[str, Any]:

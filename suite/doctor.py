@@ -64,8 +64,12 @@ def _standing(backend: dict[str, Any]) -> tuple[str, str]:
     native = [name for name, problem in problems.items() if problem["mode"] == "native"]
     if native:
         return _HERE, _part(native, list(problems)).removeprefix("; ")
-    commands = {command[0] for problem in problems.values() for reason in problem["reasons"]
-                if (command := _COMMAND.search(reason))}  # fmt: skip
+    commands = {
+        command[0]
+        for problem in problems.values()
+        for reason in problem["reasons"]
+        if (command := _COMMAND.search(reason))
+    }
     if commands:
         return _INSTALL, f"{' and '.join(sorted(commands))} (for {devices})"
     interpreted = [name for name, problem in problems.items() if problem["mode"] == "interpret"]

@@ -1,4 +1,4 @@
-"""``attnsuite tune --import``: tables of block sizes that others measured, as entries of ``tuned.json``.
+"""``attnsuite tune --import``: tables of block sizes that others measured, as choices of a policy.
 
 Formats: the JSON of tokamax's wheel (``data/autotuning/DEVICE/KERNEL.json``), and the Python tables of ragged paged
 attention in JAX and tpu-inference (``TUNED_BLOCK_SIZES``). The latter are read as literals; nothing of a file is
@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsuite.backends.tuned import SCHEMA
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.choices import Choice, Source, lookup_key, problem_of
 
 from .errors import InputError
 from .kinds.attention import OpCase
@@ -36,9 +37,10 @@ _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Of a configuration: the fields that become options, and those that this project's call has no option for.
 _OPTIONS = {"block_q": "block_q", "block_kv": "block_kv", "block_kv_compute": "block_kv_compute"}
 _BACKWARD_OPTIONS = {
-    "block_q_dkv": "block_q_backward", "block_kv_dkv": "block_kv_backward",
+    "block_q_dkv": "block_q_backward",
+    "block_kv_dkv": "block_kv_backward",
     "block_kv_dkv_compute": "block_kv_compute_backward",
-}  # fmt: skip
+}
 _LEFT_OUT = frozenset({
     "q_layout", "k_layout", "v_layout", "use_experimental_scheduler", "use_base2_exp", "dropout_block_q",
     "dropout_block_kv", "qk_diag_skip", "qk_diag_grid", "sv_diag_skip", "dq_reduction_steps",
@@ -55,6 +57,8 @@ _READ = frozenset({
     "dout",
 })  # fmt: skip
 _PLAIN_MASK = ("bool_mask", "q_start", "q_end", "k_start", "k_end")
+_SAME = ("is_causal", "local_window_size", "chunk_size", "mask_function", "logits_soft_cap")  # of a spec
+_Found = tuple[AttentionSpec, Choice]
 
 
 class _RefusedError(Exception):
@@ -66,7 +70,9 @@ class Imported:
     """The entries of one file: what is taken, how often each reason refused one, and what another entry says too."""
 
     path: Path
-    entries: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    source: str = ""
+    device: str = ""
+    entries: list[Choice] = dataclasses.field(default_factory=list)
     refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     contradict: list[str] = dataclasses.field(default_factory=list)
     repeated: int = 0
@@ -82,31 +88,33 @@ def import_tables(paths: Sequence[Path]) -> list[Imported]:
 
     Raises InputError for a file that cannot be read or whose format is unknown.
     """
-    known: dict[str, dict[str, Any]] = {}
+    known: dict[str, tuple[Choice, str]] = {}
     files = []
     for path in paths:
         found = Imported(path)
-        for entry in _entries(path, found):
-            key = json.dumps({name: entry[name] for name in entry if name not in ("options", "source", "left_out")})
-            if (other := known.setdefault(key, entry)) is entry:
+        for spec, entry in _entries(path, found):
+            about = {"backend": entry.backend, "device": found.device, **lookup_key(spec), "only": entry.only}
+            other, source = known.setdefault(key := json.dumps(about), (entry, found.source))
+            if other is entry:
                 found.entries.append(entry)
-            elif other["options"] == entry["options"]:
+            elif other.options == entry.options:
                 found.repeated += 1
             else:
-                found.contradict.append(f"{key}: {entry['options']}, and {other['options']} in {other['source']}")
+                found.contradict.append(f"{key}: {entry.options}, and {other.options} in {source}")
         files.append(found)
     return files
 
 
-def table_of(files: Sequence[Imported], command: str) -> str:
-    """The table ``tuned.json``. Raises InputError if no entry was taken."""
-    entries = [{**entry, "method": "measured by others"} for found in files for entry in found.entries]
-    if not entries:
+def sources_of(files: Sequence[Imported]) -> tuple[Source, ...]:
+    """The choices of these files. Raises InputError if no entry was taken."""
+    if not any(found.entries for found in files):
         reasons = next((reason for found in files for reason, _ in found.refused.most_common(1)), "they have none")
         raise InputError(f"no entry of these files can be used: {reasons}.")
-    head = {"schema": SCHEMA, "command": command, "contradict": [line for found in files for line in found.contradict]}
-    start, lines = json.dumps(head | {"entries": []})[:-2], ",\n".join(map(json.dumps, entries))
-    return f"{start}\n{lines}\n]}}\n"
+    return tuple(
+        Source(name=found.source, device=found.device, imported=True, choices=tuple(found.entries),
+               details={"contradict": found.contradict})
+        for found in files if found.entries
+    )  # fmt: skip
 
 
 def summary(files: Sequence[Imported]) -> Iterator[str]:
@@ -119,7 +127,7 @@ def summary(files: Sequence[Imported]) -> Iterator[str]:
         yield from (f"  contradicts: {line}" for line in found.contradict)
 
 
-def _entries(path: Path, found: Imported) -> Iterator[dict[str, Any]]:
+def _entries(path: Path, found: Imported) -> Iterator[_Found]:
     try:
         if path.stat().st_size > _LARGEST:
             raise InputError(f"--import {path} has more than {_LARGEST >> 20} MiB, and is no table.")
@@ -133,7 +141,7 @@ def _entries(path: Path, found: Imported) -> Iterator[dict[str, Any]]:
     yield from read(path, data, found, digest)
 
 
-def _tokamax(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[dict[str, Any]]:
+def _tokamax(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[_Found]:
     kernel, folder = path.stem, path.absolute().parent.name
     kernels = {name + vjp for name in (_FORWARD, _SPLASH) for vjp in ("", "_vjp")}
     if kernel not in kernels or folder not in _DEVICES:
@@ -147,18 +155,24 @@ def _tokamax(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[
             raise ValueError("it is no object of objects")  # noqa: TRY301
     except ValueError as error:
         raise InputError(f"--import {path} is no table of tokamax: {error}.") from error
-    source = f"tokamax, {folder}/{kernel}.json (SHA-256 {digest})"
+    found.source, found.device = f"tokamax, {folder}/{kernel}.json (SHA-256 {digest})", f"tpu:{_DEVICES[folder]}"
     for problem, configs in table.items():
         try:
-            keys = _problem(_object(problem), backward=kernel.endswith("_vjp"))
+            spec = _problem(_object(problem), backward=kernel.endswith("_vjp"))
             if len(configs) != 1:
                 raise _RefusedError("it has no configuration" if not configs else "it has several configurations")  # noqa: TRY301
             options, left_out = _options(_object(next(iter(configs))), backward=kernel.endswith("_vjp"))
-        except _RefusedError as reason:
-            found.refused[str(reason)] += 1
+        except (_RefusedError, ValueError) as reason:  # ValueError: of AttentionSpec
+            found.refused[str(reason).rstrip(".")] += 1
         else:
-            yield {"backend": "tokamax_splash", "platform": "tpu", "kind": _DEVICES[folder], **keys,
-                   "options": options, "left_out": left_out, "source": source}  # fmt: skip
+            only = {name: getattr(spec, name) for name in _SAME}
+            yield spec, _choice(spec, "tokamax_splash", options, only, left_out=left_out)
+
+
+def _choice(spec: AttentionSpec, backend: str, options: Any, only: Mapping[str, Any], **details: Any) -> Choice:
+    return Choice(
+        case=backend, problem=problem_of(spec), backend=backend, options=options, only=dict(only), details=details
+    )
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -171,8 +185,8 @@ def _object(text: str) -> dict[str, Any]:
     return data
 
 
-def _problem(given: Mapping[str, Any], *, backward: bool) -> dict[str, Any]:
-    """What an entry of ``tuned.json`` says of the problem. Raises _RefusedError."""
+def _problem(given: Mapping[str, Any], *, backward: bool) -> AttentionSpec:
+    """The problem of an entry. Raises _RefusedError, and ValueError for one that no spec can say."""
     for name, value in given.items():
         if name not in _READ and name not in _PLAIN:
             raise _RefusedError(f"the field {name!r} is unknown")
@@ -182,20 +196,14 @@ def _problem(given: Mapping[str, Any], *, backward: bool) -> dict[str, Any]:
     if q[0] not in _DTYPES or {k[0], v[0]} != {q[0]}:
         raise _RefusedError(f"the dtypes are {q[0]}, {k[0]} and {v[0]}")
     if len(q[1]) == 4:  # batch, length, heads, dim
-        (_, rows, heads, dim), (_, keys, kv_heads, _) = q[1], k[1]
+        (batch, rows, heads, dim), (_, keys, kv_heads, _) = q[1], k[1]
     else:  # heads, length, dim
-        (heads, rows, dim), (kv_heads, keys, _) = q[1], k[1]
-    return {
-        "dtype": _DTYPES[q[0]],
-        "grouped": heads != kv_heads,
-        "head_dim": max(dim, v[1][-1]),
-        "gradient": backward,
-        "length": min(rows, keys),
-        "only": {
-            "is_causal": _is_causal(given.get("mask")), "local_window_size": None, "chunk_size": None,
-            "mask_function": None, "logits_soft_cap": given.get("logits_soft_cap", given.get("attn_logits_soft_cap")),
-        },
-    }  # fmt: skip
+        batch, (heads, rows, dim), (kv_heads, keys, _) = 1, q[1], k[1]
+    return AttentionSpec(
+        batch=batch, query_length=rows, key_value_length=keys, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        value_head_dim=v[1][-1], dtype=_DTYPES[q[0]], is_causal=_is_causal(given.get("mask")), needs_grad=backward,
+        logits_soft_cap=given.get("logits_soft_cap", given.get("attn_logits_soft_cap")),
+    )  # fmt: skip
 
 
 def _array(text: Any) -> tuple[str, tuple[int, ...]]:
@@ -226,10 +234,10 @@ def _options(config: Mapping[str, Any], *, backward: bool) -> tuple[dict[str, in
     return options, {name: value for name, value in config.items() if name in _LEFT_OUT}  # pyright: ignore[reportReturnType]
 
 
-def _ragged(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[dict[str, Any]]:
+def _ragged(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[_Found]:
     """Tables of ragged paged attention: only those of version 2 are of a kernel that this project calls (JAX's)."""
     table = _literal(path, data)
-    source = f"{'/'.join(path.absolute().parts[-4:])} (SHA-256 {digest})"
+    found.source, found.device = f"{'/'.join(path.absolute().parts[-4:])} (SHA-256 {digest})", "tpu:v6e"
     for device, entries in table.items():
         for key, value in entries.items() if isinstance(entries, dict) else ():
             if not isinstance(key, tuple):
@@ -242,12 +250,12 @@ def _ragged(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[d
                 found.refused[f"{device!r} names more than one kind of TPU, or one that is unknown"] += 1
             else:
                 try:
-                    yield {**_ragged_entry(key, value), "source": source}
-                except _RefusedError as reason:
-                    found.refused[str(reason)] += 1
+                    yield _ragged_entry(key, value)
+                except (_RefusedError, ValueError) as reason:
+                    found.refused[str(reason).rstrip(".")] += 1
 
 
-def _ragged_entry(key: tuple[Any, ...], value: Any) -> dict[str, Any]:
+def _ragged_entry(key: tuple[Any, ...], value: Any) -> _Found:
     sizes = (*key[2:], *value) if isinstance(value, tuple) else ()
     if len(sizes) != 8 or not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes):
         raise _RefusedError("its sizes are not eight positive integers")
@@ -255,18 +263,23 @@ def _ragged_entry(key: tuple[Any, ...], value: Any) -> dict[str, Any]:
         raise _RefusedError(f"its dtypes are {key[0]} and {key[1]}")
     heads, kv_heads, head_dim, page, tokens, slots, pages_per_block, queries_per_block = sizes
     only = {"heads_per_block": heads, "kv_heads_per_block": kv_heads, "page": page, "tokens": tokens, "slots": slots}
-    return {
-        "backend": "ragged_paged_attention", "platform": "tpu", "kind": "v6e", "dtype": "bfloat16",
-        "grouped": heads != kv_heads, "head_dim": head_dim, "gradient": False, "length": 1, "only": only,
-        "options": {"pages_per_block": pages_per_block, "queries_per_block": queries_per_block},
-    }  # fmt: skip
+    spec = AttentionSpec(
+        batch=1, query_length=tokens, key_value_length=slots, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, dtype="bfloat16", needs_grad=False,
+    )  # fmt: skip
+    options = {"pages_per_block": pages_per_block, "queries_per_block": queries_per_block}
+    return spec, _choice(spec, "ragged_paged_attention", options, only)
 
 
 def _literal(path: Path, data: bytes) -> dict[str, Any]:
     try:
         body = ast.parse(data.decode()).body
-        values = [node.value for node in body if isinstance(node, ast.Assign)
-                  and [getattr(name, "id", "") for name in node.targets] == ["TUNED_BLOCK_SIZES"]]  # fmt: skip
+        values = [
+            node.value
+            for node in body
+            if isinstance(node, ast.Assign)
+            and [getattr(name, "id", "") for name in node.targets] == ["TUNED_BLOCK_SIZES"]
+        ]
         table = ast.literal_eval(values[0]) if values else None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"--import {path} cannot be read as a table ({error}); give {FORMATS}.") from error

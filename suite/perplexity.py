@@ -202,9 +202,11 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     lines: list[str] = []
     for kind, found in resolutions:
         of = f" of {kind} layers" if len(resolutions) > 1 else ""
-        instead = "" if found.mode == "native" and found.requested == found.backend.name else (
-            f" ({found.requested} was asked for)"
-        )  # fmt: skip
+        instead = (
+            ""
+            if found.mode == "native" and found.requested == found.backend.name
+            else (f" ({found.requested} was asked for)")
+        )
         lines += [f"backend{of}: {found.backend.name}{instead}", *(f"because {reason}" for reason in found.reasons)]
         if found.mode == "fallback":
             lines += [f"the options of {request.backend} were not used: another backend ran"] if options else []

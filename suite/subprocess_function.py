@@ -156,9 +156,10 @@ def outputs(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, A
 def gradients(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
     """The gradients by argument, for the cotangents among the arrays."""
     floats = {
-        name: x for name, x in inputs.items()
+        name: x
+        for name, x in inputs.items()
         if jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("cotangent ")
-    }  # fmt: skip
+    }
     found, pull = jax.vjp(lambda floats: list(outputs(function, inputs | floats).values()), floats)
     return pull([inputs[f"cotangent {i}"] for i in range(len(found))])[0]
 

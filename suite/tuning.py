@@ -5,7 +5,7 @@ failed. Every candidate is compiled, judged by the oracle, and sampled in turns 
 first look only the best few are sampled on.
 
 For a device that is not here, candidates are compiled and ranked without a measured time. Of kernels that XLA compiles,
-a spill is a failure. ``tuned_table.py`` says which candidate wins, and makes the table ``tuned.json`` of the records.
+a spill is a failure. ``tuned.py`` says which candidate wins, and ``choosing.py`` makes a policy of the records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 from attnsuite.backends import Backend, Target, names, registry, support
 from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, Tunable
 
-from . import files, statistics
+from . import choosing, statistics
 from .cell import Cell, Outcome
 from .compile import schedules, topologies
 from .compile.candidates import NO_SPILLS, compile_candidate, compile_kernels
@@ -49,7 +49,7 @@ from .measure.program import named_outputs
 from .record import Environment, Record
 from .store import Manifest
 from .suites import shipped
-from .tuned_table import FIRST_ROUNDS, LAST_ROUNDS, TABLE, table
+from .tuned import FIRST_ROUNDS, LAST_ROUNDS, choice
 from .typed import Scalar
 
 SUITE, KEPT = "tune", 4
@@ -123,13 +123,18 @@ class TuneGrid(Grid):
 
 
 def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None) -> tuple[Record, ...]:
-    """Try every backend's candidates on every case; writes the records and the table to the grid's directory.
+    """Try every backend's candidates on every case; writes the records and the policy to the grid's directory.
 
     Returns the records. Raises InputError at the start if the directory cannot be written, and at the end, without a
-    table, if no case could be tuned.
+    policy, if no case could be tuned.
     """
     records = execute(grid, watcher, fleet)
-    files.write_text(grid.out / TABLE, table(records, grid.command))
+    refused = [f"{record.case} / {record.requested}: {record.error}" for record in records if record.facts is None]
+    if not (tuned := [record for record in records if record.facts is not None]):
+        raise InputError(f"nothing could be tuned: {refused[0]}")
+    details = {"refused": refused} if refused else {}
+    source = choosing.source_of(grid.command, tuned, map(choice, tuned), **details)
+    choosing.write_policy(grid.out / choosing.POLICY, [source])
     return records
 
 
@@ -251,9 +256,13 @@ def rank_candidates(
 
 
 def _compile_each(
-    case: OpCase, name: str, target: Target, fixed: Mapping[str, Any], candidates: Sequence[dict[str, Any]],
+    case: OpCase,
+    name: str,
+    target: Target,
+    fixed: Mapping[str, Any],
+    candidates: Sequence[dict[str, Any]],
     limits: Limits,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """The candidates' facts from a process for ``target``; a candidate that ends it has another after it."""
     flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS)))
     tried = []

@@ -17,8 +17,8 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from attnsuite.backends import Target
+from attnsuite.backends.choices import VARIABLE
 from attnsuite.backends.devices import usable_cores
-from attnsuite.backends.policy import VARIABLE
 from attnsuite.suite.command_line import main
 from attnsuite.suite.kinds import make_case, problem_of
 from hostile_values import as_json, as_toml, changed, damaged
@@ -55,8 +55,11 @@ MACHINE = {
 COMPILED = {"suite": "compile", "targets": ["tpu:v5e"], "backends": ["chunked"], "cases": [CASES[0]], "searches": [],
             "command": ["attnsuite", "compile"]}  # fmt: skip
 ALONE = ("sharded", "training-cpu-intel-xeon")  # published records whose pages stand alone
-BEGUN = {"verb": "curves", "asked": {"preset": "tiny", "backends": "chunked", "steps": 2, "interpreted_steps": 2},
-         **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")}}  # fmt: skip
+BEGUN = {
+    "verb": "curves",
+    "asked": {"preset": "tiny", "backends": "chunked", "steps": 2, "interpreted_steps": 2},
+    **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")},
+}
 _CASES_OF_A_KIND = 2
 TRAIN = ["train", "--model", "debug", "--steps", "3", "--batch", "1", "--length", "16", "--save-every", "1"]
 
@@ -215,16 +218,27 @@ def trainings(hand: Hand, folder: Path, valid: Valid) -> Commands:
 
 
 def policies(hand: Hand, folder: Path, valid: Valid) -> Commands:
-    """``train``, whose backend is ``auto``, where $ATTNSUITE_POLICY names a policy that was changed."""
+    """``train`` by ``auto`` with a policy that was changed in $ATTNSUITE_POLICY, then ``tune``, which extends it."""
+
+    def some(data: Any) -> Any:
+        return hand.changed(data) if hand.one_of((True, False, False)) else data
+
     problem = {"batch": 1, "query_length": 16, "key_value_length": 16, "num_heads": 4, "num_kv_heads": 2,
                "head_dim": 16, "is_causal": True}  # fmt: skip
-    case = {"case": "short", "run": "runs/a", "problem": problem, "backend": "standard", "ratio": 0.5,
-            "interval": [0.4, 0.6], "memory": 1024}  # fmt: skip
-    policy = {"schema": 1, "device": str(Target.here()), "cores": usable_cores(), "runs": [],
-              "versions": {"jax": metadata.version("jax")}, "cases": [case]}  # fmt: skip
-    hand.written(folder / "policy.json", as_json(hand.changed(policy)))
+    backend = {"case": "short", "problem": some(problem), "backend": hand.one_of(("standard", "chunked")), "ratio": 0.5,
+               "interval": [0.4, 0.6], "memory": 1024}  # fmt: skip
+    options = {"case": "tuned", "problem": problem, "backend": "chunked", "options": some({"block_backward": 64})}
+    here = {"device": str(Target.here()), "cores": usable_cores(), "versions": {"jax": metadata.version("jax")}}
+    sources = [
+        some({"name": "runs/a", **here, "choices": [some(backend), some(options)]}),
+        {"name": "b", "device": "tpu:v6e", "choices": [options]},
+    ]
+    hand.written(folder / "policy.json", as_json(some({"schema": 2, "sources": sources})))
     with mock.patch.dict(os.environ, {VARIABLE: str(folder / "policy.json")}):
         yield [*TRAIN, "--out", str(folder / "out")]
+    table = folder / "tuned_block_sizes.py"
+    table.write_text('TUNED_BLOCK_SIZES = {"TPU v6": {("bfloat16", "bfloat16", 8, 8, 128, 128, 64, 1024): (8, 16)}}')
+    yield ["tune", "--import", str(table), "--out", str(folder)]
 
 
 def configurations(hand: Hand, folder: Path, valid: Valid) -> Commands:

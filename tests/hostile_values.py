@@ -128,6 +128,10 @@ def damaged(draw: st.DrawFn, text: str) -> bytes:
         return data
     at = draw(st.integers(0, len(data) - 1))
     put = draw(st.sampled_from([b"", b"\x00", b"\xff", b"\n", b'"', b"}", b"[" * 3000, b"\xed\xa0\x80", b"9" * 6000]))
-    ways = {"cut": data[:at], "put": data[:at] + put + data[at:], "over": data[:at] + put + data[at + 1 :],
-            "twice": data + data}  # fmt: skip
+    ways = {
+        "cut": data[:at],
+        "put": data[:at] + put + data[at:],
+        "over": data[:at] + put + data[at + 1 :],
+        "twice": data + data,
+    }
     return ways[draw(st.sampled_from(sorted(ways)))]

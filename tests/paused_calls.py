@@ -46,8 +46,11 @@ def main() -> None:
             for pause in ("0", "0.15"):
                 done = subprocess.run(
                     [sys.executable, "-c", ONE, backend, threads, pause],
-                    env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=True,
-                )  # fmt: skip
+                    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
                 times = json.loads(done.stdout)
                 cells = (statistics.median(times).value, times[len(times) // 10], times[-len(times) // 10])
                 lines.append(f"| {backend} | {threads} | {pause} | {' | '.join(f'{cell:.1f}' for cell in cells)} |\n")

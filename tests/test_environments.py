@@ -111,8 +111,12 @@ def test_test_that_the_environment_of_its_mark_does_not_collect_is_found(items, 
 
 def test_every_fault_of_the_table_names_tests_that_exist(items):
     names = [item.nodeid for item in items]
-    gone = [test for fault in faults.FAULTS for test in fault.tests
-            if not any(dataclasses.replace(fault, tests=(test,)).holds(name) for name in names)]  # fmt: skip
+    gone = [
+        test
+        for fault in faults.FAULTS
+        for test in fault.tests
+        if not any(dataclasses.replace(fault, tests=(test,)).holds(name) for name in names)
+    ]
     assert not gone
 
 

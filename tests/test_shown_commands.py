@@ -38,7 +38,7 @@ NEEDS = {
 }
 HERE = r"attnsuite (doctor|report|choose|compare|--tyro)"  # what is left of these is run below, on published records
 RUNS = {
-    "cpu-intel-xeon": ("results", "results-before", "results-after", "others", "mine", "runs/mine"),
+    "cpu-intel-xeon": ("results", "results-before", "results-after", "others", "mine", "runs/mine", "tuned"),
     "compiled-v5e": ("compiled", "mine-h100"),
 }
 

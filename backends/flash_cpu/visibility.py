@@ -51,8 +51,7 @@ def visibility(spec: AttentionSpec, layout: Layout) -> Visibility:
     q_pos, k_pos = (xp.asarray(x).astype(xp.int32) for x in positions(spec, layout))
     mask = spec.positional_mask
     ends = (masks.Interval() if mask is None else mask.interval(q_pos))[:2]
-    first, last = (xp.full_like(q_pos, end) if x is None else x
-                   for x, end in zip(ends, (_LEAST, _MOST), strict=True))  # fmt: skip
+    first, last = (xp.full_like(q_pos, end) if x is None else x for x, end in zip(ends, (_LEAST, _MOST), strict=True))
     q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
     if q_seg is None or k_seg is None:
         query_id = np.zeros((1, spec.query_length), np.int32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .. import tuned
+from .. import choices
 from ..contract import AttentionSpec, Carry, Kept, Layout, Plan
 from ..derivatives import forward_only
 from ..devices import Target
@@ -32,6 +32,7 @@ from .kernels import Kernels
 from .schedule import LayerRole, manual
 from .selection import Places, Selection, with_own
 from .selection import select as select_by
+from .settings import OPTIONS as ACCEPTED
 from .settings import Kernel, Settings, Tiling
 
 _PALLAS_PLATFORMS = ("tpu", "cuda")
@@ -345,7 +346,7 @@ def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[
     """The settings of the options, over those of the file that ``tuned`` names. Raises ValueError."""
     given = dict(options or {})
     if isinstance(given.get("tuned"), str):
-        given = {**tuned.over_table(given, "kascade", target, spec)[0], **given}
+        given = {**choices.with_tuned(given, "kascade", ACCEPTED, target, spec)[0], **given}
     return Settings.of(given, default_kernel(target, mode))
 
 

@@ -38,7 +38,7 @@ OPTIONS = {
     "block_q": "queries that a Pallas kernel takes at a time, at most: a power of two of at least 16 (default 512)",
     "block_kv_sparse": "keys that a Pallas kernel loads at a time, at most: likewise (default 256)",
     "block_kv_compute": "keys that a Pallas kernel computes with at a time, at most: likewise (default 128)",
-    "tuned": "path of a table that attnsuite tune wrote; the options given beside it hold over the table's",
+    "tuned": "path of a policy that attnsuite tune wrote; options given beside it hold over the policy's",
     "when": "'always', 'profitable' (dense where sparse would be slower) or 'decode' (dense with several query tokens, "
     "as in a prefill); where dense ran, the plan's notes say so",
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from .. import tuned
+from .. import choices
 from ..contract import Plan, check_options
 from ..devices import Target
 from ..features import DTYPES, INSTEAD, Mode, Takes
@@ -31,7 +31,7 @@ from .blocks import Passes
 from .mesh import OneDevice, OnMesh, plan_with
 from .upstream import Upstream
 
-OPTIONS = block_sizes.OPTIONS | {"tuned": "path of a table that attnsuite tune wrote, with entries for the device"}
+OPTIONS = block_sizes.OPTIONS | {"tuned": "path of a policy that attnsuite tune wrote, with options for the device"}
 HEAD_DIMS = (16, 32, 64, 128, 192, 256)
 VALUE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -92,7 +92,7 @@ def _plan(
 
 def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Passes:
     """Block sizes by generation, replaced by the file of ``tuned``, then by the options themselves."""
-    return block_sizes.choose(spec, target, tuned.over_table(given, "kvax", target, spec)[0])
+    return block_sizes.choose(spec, target, choices.with_tuned(given, "kvax", OPTIONS, target, spec)[0])
 
 
 def upstream_of(mode: Mode, target: Target) -> Upstream:

@@ -248,8 +248,9 @@ def picture(groups: Sequence[Group]) -> Picture | None:
             kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
             if kept:
                 title = f"{'text' if kind == TEXT else 'retrieval'}, {phase}"
-                panels.append(Panel(title, kept, None, x_label="pairs kept, % of causal", y_label=label,
-                                    log_y=kind == TEXT))  # fmt: skip
+                panels.append(
+                    Panel(title, kept, None, x_label="pairs kept, % of causal", y_label=label, log_y=kind == TEXT)
+                )
     return Picture("kascade-quality.svg", "Quality against kept fraction", tuple(panels)) if panels else None
 
 
@@ -258,8 +259,12 @@ def speed(groups: Sequence[Group]) -> tuple[Table, ...]:
     made = []
     for kind in STACKS:
         members = sorted((g for g in groups if g.kind == kind), key=_stack_order)
-        rows = [_speed_row(group, cell) for group in members for cell in _ordered(group)
-                if cell.record.status != "unsupported"]  # fmt: skip
+        rows = [
+            _speed_row(group, cell)
+            for group in members
+            for cell in _ordered(group)
+            if cell.record.status != "unsupported"
+        ]
         lead = (Column("case", "stack", merge=True), Column("method", "row"), Column("devices", "devices"))
         times = (
             Column("median_ms", "median (ms) [95% interval]"),

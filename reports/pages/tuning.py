@@ -9,7 +9,7 @@ from attnsuite.suite.compile.occupancy import WARPS, occupancy
 from attnsuite.suite.kinds.tuning import Trial
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import scheduled_bundles
-from attnsuite.suite.tuned_table import expected_gain, winner
+from attnsuite.suite.tuned import expected_gain, winner
 
 from ..environment import date_of, device_of, versions_of
 from ..formatting import Value, code, escape, estimate, number
@@ -48,19 +48,21 @@ def _page(records: Sequence[Record]) -> Iterator[str]:
             best, ratio = winner(record)
             options = ", ".join(f"{name} {value}" for name, value in best.options.items()) if best else "none compiles"
             compiled = "not measured" if record.mode == "compile" else "1 (the defaults)"
-            rows.append({
-                "case": record.case,
-                "backend": record.requested,
-                "device": record.target,
-                "options": options,
-                "ratio": compiled if ratio is None else estimate(ratio),
-                "expected": _expected(record, best),
-                **_work(best, record.facts.tried[0]),
-                "bundles": _bundles(best, record.facts.tried[0]),
-                "waves": _waves(best, record.facts.tried[0], record.target),
-                "tried": len(record.facts.tried),
-                "failed": sum(trial.error is not None for trial in record.facts.tried),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "case": record.case,
+                    "backend": record.requested,
+                    "device": record.target,
+                    "options": options,
+                    "ratio": compiled if ratio is None else estimate(ratio),
+                    "expected": _expected(record, best),
+                    **_work(best, record.facts.tried[0]),
+                    "bundles": _bundles(best, record.facts.tried[0]),
+                    "waves": _waves(best, record.facts.tried[0], record.target),
+                    "tried": len(record.facts.tried),
+                    "failed": sum(trial.error is not None for trial in record.facts.tried),
+                }
+            )
     if rows:
         yield render_table(table("tuned", "", _COLUMNS, rows))
     lines = [

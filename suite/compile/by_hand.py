@@ -63,9 +63,10 @@ def _splash(spec: AttentionSpec, target: Target) -> Attend | None:
         return None
     masks = [kernel.CausalMask(lengths) if spec.is_causal else kernel.FullMask(lengths)] * spec.num_heads
     made = kernel.make_splash_mha_single_device(
-        kernel.MultiHeadMask(masks), block_sizes=block_sizes(blocks_of("splash", spec, target, {})),
+        kernel.MultiHeadMask(masks),
+        block_sizes=block_sizes(blocks_of("splash", spec, target, {})),
         attn_logits_soft_cap=spec.logits_soft_cap,
-    )  # fmt: skip
+    )
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         query, key, value = (x.swapaxes(1, 2) for x in (query * spec.softmax_scale, key, value))

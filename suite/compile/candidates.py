@@ -41,9 +41,13 @@ def compile_kernels(
 
 
 def compile_candidate(
-    case: OpCase, name: str, target: Target, options: Mapping[str, Any], fixed: Mapping[str, Any],
+    case: OpCase,
+    name: str,
+    target: Target,
+    options: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     dump: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """In a process for ``target``: the facts of a Trial about ``options`` beside the ``fixed`` ones. Nothing is run.
 
     ``dump`` is the folder into which the compiler of a TPU writes schedules.

@@ -12,7 +12,9 @@ from ..errors import InputError
 from .flags import CHECK_FAILED, flag
 
 if TYPE_CHECKING:
-    from attnsuite.backends.policy import PolicyFile
+    from collections.abc import Sequence
+
+    from attnsuite.backends.choices import Source
 
     from ..choosing import Score
 
@@ -24,9 +26,9 @@ class Choose:
     """Write a policy: the fastest exact backend of each measured problem, for auto to follow."""
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]]
-    """Directories of runs of one machine; a later one replaces problems of an earlier one."""
+    """Directories that run or tune wrote; a later one replaces problems of an earlier one."""
     out: Annotated[Path, flag("FILE")] = Path("policy.json")
-    """The policy's file."""
+    """The policy's file. One that exists is extended: a problem that it has is replaced."""
     check: Annotated[Path | None, flag("DIR", "no check")] = None
     """Directory of a run of other problems: hold auto with the policy against each fixed backend, by its records."""
 
@@ -36,34 +38,37 @@ def run(command: Choose) -> int:
     from attnsuite.backends import load_policy
 
     from .. import files
-    from ..choosing import policy_file, score, to_json
+    from ..choosing import score, sources_of, write_policy
 
     if not command.run_dirs:
         raise InputError("choose needs the directory of at least one run; attnsuite run writes one.")
     files.check_file(command.out)
-    content = policy_file(command.run_dirs)
-    files.write_text(command.out, to_json(content))
-    print(_cases(content))
+    found = sources_of(command.run_dirs)
+    total = sum(len(each.choices) for each in write_policy(command.out, found))
+    print(_cases(found))
+    if more := total - sum(len(each.choices) for each in found):
+        print(f"{more} more choices were in the file, and stay")
     print(f"policy:  {command.out}\nuse it:  export ATTNSUITE_POLICY={command.out.resolve()}")
     if command.check is None:
         return 0
-    found = score(load_policy(command.out), command.check)
-    print(_scored(found))
-    return 0 if found.over_fixed <= ALLOWED else CHECK_FAILED
+    scored = score(load_policy(command.out), command.check)
+    print(_scored(scored))
+    return 0 if scored.over_fixed <= ALLOWED else CHECK_FAILED
 
 
-def _cases(content: PolicyFile) -> str:
+def _cases(sources: Sequence[Source]) -> str:
     from tabulate import tabulate
 
     rows = [
         (
-            case.case,
-            case.backend,
-            "-" if case.ratio is None else f"{case.ratio:.3g}",
-            "-" if case.interval is None else f"[{case.interval[0]:.3g}, {case.interval[1]:.3g}]",
-            "-" if case.memory is None else f"{case.memory / 2**20:.4g}",
+            choice.case,
+            " ".join((choice.backend, *(f"{name}={value}" for name, value in (choice.options or {}).items()))),
+            "-" if choice.ratio is None else f"{choice.ratio:.3g}",
+            "-" if choice.interval is None else f"[{choice.interval[0]:.3g}, {choice.interval[1]:.3g}]",
+            "-" if choice.memory is None else f"{choice.memory / 2**20:.4g}",
         )
-        for case in content.cases
+        for source in sources
+        for choice in source.choices
     ]
     headers = ["case", "fastest", "x standard", "95% interval", "memory (MiB)"]
     return tabulate(rows, headers, tablefmt="plain", disable_numparse=True)

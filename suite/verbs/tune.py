@@ -26,26 +26,26 @@ class Tune(OnFleet):
     options: Annotated[str, flag("NAME=VALUE,...", "the backend's")] = ""
     """Options that every candidate has, such as tile_size=256,query_tile=512, separated by commas."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-tune")] = None
-    """Directory for records, report, and the table tuned.json, which backends read."""
+    """Directory for records, report, and policy.json, whose options auto and backends take."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the cells in --out, asked for in the same words; finished ones are kept."""
     minutes: Annotated[float | None, flag("MINUTES", "no limit")] = None
     """Begin no further case after so many minutes; --resume goes on with the rest."""
     imports: Annotated[str | None, flag("FILES", "none", "import")] = None
-    """Tune nothing: make tuned.json of tables that others measured (docs/how-to/compile.md), separated by commas."""
+    """Tune nothing: make policy.json of tables that others measured, separated by commas."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
     """Time that a case may take; five times that for all its candidates."""
 
 
 def run(command: Tune) -> int:
-    """Try every candidate, and write the table."""
+    """Try every candidate, and write the policy."""
     from attnsuite.backends import Target
 
     from .. import files
+    from ..choosing import POLICY
     from ..flag_values import names_of, parse_options
     from ..imported import TOKAMAX, as_tokamax
     from ..suites import select
-    from ..tuned_table import TABLE
     from ..tuning import TUNED, TuneGrid, tunable, tune
     from .report import show
 
@@ -60,7 +60,7 @@ def run(command: Tune) -> int:
             f"--target {target.name} is a slice; block sizes are those of one chip: --target {target.kind}."
         )
     if command.out is not None and command.out.suffix == ".json":
-        raise InputError(f"--out {command.out} names a file; give a directory, into which {TABLE} is written.")
+        raise InputError(f"--out {command.out} names a file; give a directory, into which {POLICY} is written.")
     out = directory_of(command, "tune")
     backends = tunable(None if command.backends is None else names_of(command.backends, "--backends"), target)
     grid = TuneGrid(
@@ -81,7 +81,7 @@ def run(command: Tune) -> int:
         if target is not None:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
         tuned = tune(grid, display, fleet)
-    print(f"tuned:   {out / TABLE}")
+    print(f"policy:  {out / POLICY}")
     if (theirs := as_tokamax(tuned)) is not None:
         files.write_text(out / TOKAMAX, theirs)
         print(f"tokamax: {out / TOKAMAX} (its format, for its data/autotuning/DEVICE)")
@@ -91,10 +91,10 @@ def run(command: Tune) -> int:
 
 
 def _import(command: Tune) -> int:
-    """Write the table of the entries that can be used, and say what became of the others."""
+    """Write a policy of the entries that can be used, and say what became of the others."""
     from .. import files
-    from ..imported import import_tables, summary, table_of
-    from ..tuned_table import TABLE
+    from ..choosing import POLICY, write_policy
+    from ..imported import import_tables, sources_of, summary
 
     alone = Tune(imports=command.imports, out=command.out)
     if command != alone:
@@ -103,11 +103,11 @@ def _import(command: Tune) -> int:
     if not paths:
         raise InputError("--import names no file.")
     found = import_tables(paths)
-    text = table_of(found, shlex.join(["attnsuite", "tune", "--import", str(command.imports)]))
+    sources = sources_of(found)
     out = directory_of(command, "tune")
     with files.writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    files.write_text(out / TABLE, text)
+    write_policy(out / POLICY, sources)
     print("\n".join(summary(found)))
-    print(f"tuned:   {out / TABLE}")
+    print(f"policy:  {out / POLICY}")
     return 0

@@ -187,8 +187,9 @@ def _temporary_bytes(name, length, gradient):
 def _scores_computed(monkeypatch, gradient, *, is_causal):
     x = jnp.ones((1, 512, 2, 16))
     spec = make_spec(x, x, x, is_causal=is_causal, needs_grad=gradient)
-    plan = CHUNKED.plan(spec, Layout(), target=Target.here(),
-                        options={"block_q": 64, "block_kv": 64, "block_backward": 64})  # fmt: skip
+    plan = CHUNKED.plan(
+        spec, Layout(), target=Target.here(), options={"block_q": 64, "block_kv": 64, "block_backward": 64}
+    )
     sizes = []
     of_a_block = chunked_passes._scores
 

@@ -194,8 +194,12 @@ def test_row_that_arrays_hide_everything_from_gives_zero(calls: list[dict[str, A
     hidden[:, :, 5] = True
     if hidden_by == "mask and causal":
         hidden[:, :, 5, 6:] = False  # visible by the mask alone
-    asked = spec(num_kv_heads=4, has_mask=hidden_by != "bias", has_bias=hidden_by == "bias",
-                 is_causal=hidden_by == "mask and causal")  # fmt: skip
+    asked = spec(
+        num_kv_heads=4,
+        has_mask=hidden_by != "bias",
+        has_bias=hidden_by == "bias",
+        is_causal=hidden_by == "mask and causal",
+    )
     layout = Layout(mask=jnp.asarray(~hidden)) if asked.has_mask else Layout()
     terms = Terms(bias=jnp.where(hidden, -jnp.inf, 0.5).astype(jnp.bfloat16)) if asked.has_bias else Terms()
     plan = dataclasses.replace(CUDNN.plan(asked, layout, target=H100), spec=asked)

@@ -236,8 +236,11 @@ def test_recorded_parameters_are_those_of_the_op(base):
 
 SCHEDULED = {
     "schedule": manual((0, 2), num_layers=4, kv_heads=2),
-    "min_keys": 0, "top_k": 0.1, "tile_size": 16, "query_tile": 16,
-}  # fmt: skip
+    "min_keys": 0,
+    "top_k": 0.1,
+    "tile_size": 16,
+    "query_tile": 16,
+}
 KASCADE = {"on_unavailable": "raise", "needs_grad": False, "backend_options": SCHEDULED}
 
 

@@ -106,8 +106,10 @@ def test_each_device_computes_its_share_and_nothing_is_gathered(found, name):
     assert case["moved"] == []
 
 
-DIVIDED = [*(f"{name} chunked" for name in CASES if name != "functions"),
-           *(f"{name} standard" for name in ("causal", "gradient", "decode"))]  # fmt: skip
+DIVIDED = [
+    *(f"{name} chunked" for name in CASES if name != "functions"),
+    *(f"{name} standard" for name in ("causal", "gradient", "decode")),
+]
 
 
 @pytest.mark.parametrize("name", DIVIDED)

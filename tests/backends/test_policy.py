@@ -1,4 +1,4 @@
-"""What ``auto`` does with a policy: which measurement it follows, and when it does not, why."""
+"""What ``auto`` does with a policy: which choices it follows, and when it does not, why."""
 
 import dataclasses
 import json
@@ -15,15 +15,28 @@ from hypothesis import strategies as st
 
 from attnsuite.backends import (
     AttentionSpec,
+    Layout,
     PolicyNotUsedWarning,
     Target,
     attention,
     attention_fn,
     load_policy,
+    registry,
     resolve,
 )
+from attnsuite.backends.choices import (
+    SHIPPED,
+    VARIABLE,
+    Choice,
+    Source,
+    decide,
+    merged,
+    problem_of,
+    to_json,
+    tuned,
+    usable,
+)
 from attnsuite.backends.devices import usable_cores
-from attnsuite.backends.policy import VARIABLE, decide, problem_of, unusable
 
 pytestmark = pytest.mark.newest
 
@@ -39,20 +52,24 @@ def long(length, **changes):
 
 
 def case(name, spec, backend, **changes):
-    described = {"case": name, "run": "runs/a", "problem": problem_of(spec), "backend": backend}
+    described = {"case": name, "problem": problem_of(spec), "backend": backend}
     return described | {"ratio": 0.5, "interval": [0.4, 0.6], "memory": 1024} | changes
 
 
-def content(*cases, **changes):
-    made = {"schema": 1, "device": str(HERE), "cores": usable_cores(), "runs": []}
-    return made | {"versions": {"jax": metadata.version("jax")}, "cases": list(cases)} | changes
+def source(*choices, **changes):
+    made = {"name": "runs/a", "device": str(HERE), "cores": usable_cores()}
+    return made | {"versions": {"jax": metadata.version("jax")}, "choices": list(choices)} | changes
+
+
+def content(*sources, **changes):
+    return {"schema": 2, "sources": list(sources)} | changes
 
 
 @pytest.fixture
 def write(tmp_path):
-    def write(*cases, **changes):
+    def write(*choices, more=(), **changes):
         path = tmp_path / "policy.json"
-        path.write_text(json.dumps(content(*cases, **changes)))
+        path.write_text(json.dumps(content(source(*choices, **changes), *more)))
         return path
 
     return write
@@ -97,7 +114,7 @@ def test_batch_and_heads_are_free_and_named(policy):
         ({"scale": 0.5}, "differs in scale (None, here its own)"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
-)  # fmt: skip
+)
 def test_unmeasured_problem_gets_the_list_and_the_reason(policy, changes, reason):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a problem beyond the policy is nothing to warn of
@@ -141,34 +158,37 @@ def test_backend_that_auto_may_not_take_is_not_taken(write, backend, reason):
 
 
 def _text(**changes):
-    return json.dumps(content(case("short", SPEC, "standard", **changes)))
+    return json.dumps(content(source(case("short", SPEC, "standard", **changes))))
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("{", "cannot be used"),
+        ('{"schema":2,\n"sources":[\n}', "invalid character (byte 25), line 3; make it"),
         ("[]", "is not accepted: expected `object`"),
-        (json.dumps(content(schema=2)), "schema in policy"),
+        (json.dumps(content(schema=1)), "schema in policy"),
+        (json.dumps({"schema": 1, "device": "cpu", "cases": []}), "schema in policy"),
         (json.dumps(content(extra=1)), "unknown field `extra`"),
-        (json.dumps(content(versions={"jax": 12})), "expected `str`, got `int`"),
-        (_text(ratio=-1), "cases[0].ratio in policy"),
-        (_text(ratio="fast"), "cases[0].ratio in policy"),
-        (_text(options={}), "unknown field `options`"),
-        (_text(problem={"batch": 1}), "lacks the field query_length"),
+        (json.dumps(content(source(versions={"jax": 12}))), "sources[0].versions[...] in policy"),
+        (_text(ratio=-1), "sources[0].choices[0].ratio in policy"),
+        (_text(ratio="fast"), "sources[0].choices[0].ratio in policy"),
+        (_text(run="runs/a"), "unknown field `run`"),
+        (_text(options={"block_q": {}}), "sources[0].choices[0].options[...] in policy"),
+        (_text(problem={"batch": 1}), "sources[0].choices[0], case 'short': the problem lacks the field query_length"),
         (_text(problem=problem_of(SPEC) | {"sinks_of": 1}), "has no field 'sinks_of'; its fields are batch, "),
         (_text(problem=problem_of(SPEC) | {"dtype": "float8"}), "dtype='float8' is not supported"),
         (_text(problem=problem_of(SPEC) | {"batch": 0}), "batch=0"),
         (_text(problem=problem_of(SPEC) | {"has_mask": 1}), "has_mask=1 must be True or False"),
     ],
-)  # fmt: skip
+)
 def test_damaged_policy_is_refused_with_a_sentence(tmp_path, text, sentence):
     path = tmp_path / "policy.json"
     path.write_text(text)
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the sentence is checked below)
         load_policy(path)
     assert sentence in str(refused.value)
-    assert str(refused.value).endswith("attnsuite choose.")
+    assert str(refused.value).endswith("make it with attnsuite choose (backends) or attnsuite tune (options).")
 
 
 VALUES = st.recursive(
@@ -182,8 +202,10 @@ VALUES = st.recursive(
 @given(st.data())
 def test_any_change_of_a_policy_is_read_or_refused(data):
     """A value of the file, or of a problem, is another; what is read decides about any problem."""
-    made = content(case("short", SPEC, "standard"), case("long", long(4096), "chunked"))
-    place = data.draw(st.sampled_from([made, made["cases"][0], made["cases"][0]["problem"], made["versions"]]))
+    options = case("tuned", SPEC, "chunked", options={"block_backward": 64}, only={"is_causal": True})
+    of = source(case("short", SPEC, "standard"), case("long", long(4096), "chunked"), options)
+    made, choice = content(of), data.draw(st.sampled_from(of["choices"]))
+    place = data.draw(st.sampled_from([made, of, of["versions"], choice, choice["problem"], options["only"]]))
     place[data.draw(st.sampled_from([*place, "new"]))] = data.draw(VALUES)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(json.dumps(made).encode())
@@ -192,12 +214,15 @@ def test_any_change_of_a_policy_is_read_or_refused(data):
             policy = load_policy(file.name)
         except ValueError:
             return
-        assert isinstance(unusable(policy, HERE), str)
+        valid, reason = usable(policy, HERE)
+        assert reason or valid.entries or not policy.entries
         assert decide(policy, SPEC).sentence
+        for backend in ("chunked", "standard"):
+            assert len(tuned(policy, backend, HERE, SPEC)) <= 2
 
 
 def test_missing_file_and_a_backend_by_name_are_refused(policy, tmp_path):
-    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\); give a file that attnsuite"):
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\); give a file of attnsuite"):
         resolve("auto", SPEC, HERE, policy=tmp_path / "none.json")
     with pytest.raises(ValueError, match=r"is for backend='auto'; leave it out where backend='chunked' is named"):
         resolve("chunked", SPEC, HERE, policy=policy)
@@ -205,7 +230,7 @@ def test_missing_file_and_a_backend_by_name_are_refused(policy, tmp_path):
 
 def test_spec_survives_the_file(write):
     spec = long(64, local_window_size=(63, 0), logits_soft_cap=30.0, value_head_dim=32, has_bias=True, scale=0.5)
-    assert load_policy(write(case("all", spec, "standard"))).specs == (spec,)
+    assert [each.spec for each in load_policy(write(case("all", spec, "standard"))).entries] == [spec]
 
 
 def test_environment_names_a_policy_and_says_so_where_it_is_damaged(policy, monkeypatch):
@@ -245,3 +270,55 @@ def test_attention_and_attention_fn_follow_the_policy(write, monkeypatch):
     attention(x, x, x, is_causal=True, policy=path)
     attention_fn("auto", is_causal=True, policy=path)(x, x, x)
     assert [each.backend.name for each in found] == ["standard"] * 2
+
+
+SIZES = {"block_q": 64, "block_kv": 64, "heads_per_tile": 2}
+FORWARD = dataclasses.replace(SPEC, needs_grad=False)
+
+
+def test_auto_takes_the_options_of_its_backend_and_those_of_the_caller_hold_over_them(write):
+    path = write(case("short", FORWARD, "chunked"), case("tuned", FORWARD, "chunked", options=SIZES))
+    found = resolve("auto", FORWARD, HERE, policy=path)
+    assert found.policy.endswith("The options of chunked are those of case tuned of runs/a.")
+    sizes = [
+        registry.get("chunked")._program(FORWARD, Layout(), HERE, dict(found.mode_and(given)[1])).sizes
+        for given in (None, {"block_q": 128})
+    ]
+    assert [(each.block_q, each.block_kv, each.heads_per_tile) for each in sizes] == [(64, 64, 2), (128, 64, 2)]
+
+
+def test_options_are_not_for_a_problem_with_a_mask_array_that_they_were_measured_without(write):
+    path = write(case("tuned", FORWARD, LISTED, options={}))
+    found, masked = (
+        resolve("auto", dataclasses.replace(FORWARD, has_mask=has_mask), HERE, policy=path)
+        for has_mask in (False, True)
+    )
+    assert found.backend == masked.backend
+    assert (found.tuned is None, masked.tuned) == (False, None)
+
+
+@pytest.mark.parametrize("stale", [{"versions": {"jax": "0.1"}}, {"device": "cpu:Another"}], ids=["version", "device"])
+def test_each_source_holds_for_its_own_device_and_versions(write, stale):
+    other = source(case("other", SPEC, "chunked"), case("tuned", SPEC, "standard", options={"a": 1}), **stale)
+    found = resolve("auto", SPEC, HERE, policy=write(case("short", SPEC, "standard"), more=[other]))
+    assert (found.backend.name, found.tuned) == ("standard", None)
+    path = write(case("tuned", SPEC, LISTED, options={}), more=[other])
+    with pytest.warns(PolicyNotUsedWarning, match="it was made "):  # the backends are stale, the options are not
+        assert resolve("auto", SPEC, HERE, policy=path).tuned is not None
+
+
+def test_later_choice_replaces_that_of_the_same_problem_device_and_kind(tmp_path):
+    def made(name, backend, device="cpu", **fields):
+        choice = Choice(case=name, problem=problem_of(SPEC), backend=backend, **fields)
+        return Source(name=name, device=device, choices=(choice,))
+
+    first = made("a", "standard"), made("gpu", "standard", "cuda:h100"), made("tuned", "chunked", options={})
+    later = made("b", "chunked"), made("other", "kvax", options={}), made("c", "chunked", options={})
+    together = merged([*first, *later])
+    assert [each.name for each in together] == ["gpu", "b", "other", "c"]
+    (tmp_path / "policy.json").write_text(to_json(together))
+    assert load_policy(tmp_path / "policy.json").sources == together
+
+
+def test_shipped_file_is_as_it_would_be_written_again():
+    assert to_json(load_policy(SHIPPED).sources) == SHIPPED.read_text(encoding="utf-8")

@@ -78,7 +78,7 @@ REFUSED = [
     ("tokamax_triton", {"has_bias": True}, H100, "before the soft cap"),
     ("tpu_flash_attention", {"dtype": "bfloat16"}, V5E, "needs_grad=True with dtype=bfloat16"),
     ("tpu_flash_attention", {"head_dim": 33, "value_head_dim": 33}, V5E, "head_dim=33"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -57,8 +57,10 @@ def test_a_distance_as_a_score_function_is_alibi() -> None:
     def compared(*arrays: jax.Array) -> Any:
         both = ({"alibi": slopes}, {"score_function": tilted})
         given = {"is_causal": True, "backend": "chunked", "backend_options": {"block_q": 40, "heads_per_tile": 6}}
-        return [jax.value_and_grad(lambda *x, a=a: (attention(*x, **a, **given) ** 2).sum(), (0, 1, 2))(*arrays)
-                for a in both]  # fmt: skip
+        return [
+            jax.value_and_grad(lambda *x, a=a: (attention(*x, **a, **given) ** 2).sum(), (0, 1, 2))(*arrays)
+            for a in both
+        ]
 
     for one, other in zip(*(jax.tree.leaves(x) for x in compared(*arrays)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

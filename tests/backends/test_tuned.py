@@ -1,25 +1,24 @@
-"""Tables of measured options: what ships, how they are looked up, and files that are none."""
+"""Entry options: what ships, how they are looked up, and policies that have none."""
 
-import json
-from importlib import resources
+import dataclasses
 
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, registry, splash, tuned
+from attnsuite.backends import AttentionSpec, Layout, Target, load_policy, registry, splash
+from attnsuite.backends.choices import SHIPPED, Choice, Entry, Policy, Source, problem_of, to_json, tuned
 from attnsuite.backends.chunked import default_sizes
 from attnsuite.backends.splash_blocks import read_options
-from attnsuite.backends.tuned import Entry
 
 pytestmark = pytest.mark.newest
 
 CHUNKED = registry.get("chunked")
 CPU = Target("cpu")
-FIELDS = {"backend": "chunked", "platform": "cpu", "kind": "", "dtype": "float32", "grouped": False}
-FIELDS |= {"gradient": False, "head_dim": 64}
 
 
-def entry(length, block_q, **fields):
-    return Entry(**{**FIELDS, **fields}, length=length, options={"block_q": block_q})
+def entry(length, block_q, device="cpu", **fields):
+    problem = spec(length, needs_grad=False, **fields)
+    choice = Choice(case="a case", problem=problem_of(problem), backend="chunked", options={"block_q": block_q})
+    return Entry(Source(name="a run", device=device, choices=(choice,)), choice, problem)
 
 
 def spec(length, **fields):
@@ -27,8 +26,17 @@ def spec(length, **fields):
     return AttentionSpec(**{**sizes, "head_dim": 64, **fields})
 
 
-def looked_up(entries, problem):
-    return dict(tuned.options_for(entries, "chunked", CPU, problem, gradient=False)).get("block_q")
+def looked_up(entries, problem, target=CPU):
+    found = tuned(Policy("a policy", entries), "chunked", target, dataclasses.replace(problem, needs_grad=False))
+    return found[0].choice.options["block_q"] if found else None
+
+
+def written(path, device, problem, **options_of):
+    """A policy's file with options of each named backend."""
+    described = {"case": "a case", "problem": problem_of(problem)}
+    choices = tuple(Choice(**described, backend=name, options=options) for name, options in options_of.items())
+    path.write_text(to_json([Source(name="a run", device=device, choices=choices)]))
+    return str(path)
 
 
 def test_nearest_shorter_length_holds_and_the_shortest_for_what_is_shorter_still():
@@ -43,27 +51,24 @@ def test_float16_takes_what_was_measured_for_bfloat16():
 
 
 def test_other_platform_and_grouping_do_not_match():
-    assert looked_up((entry(512, 1, platform="cuda"),), spec(512)) is None
+    assert looked_up((entry(512, 1, device="cuda"),), spec(512)) is None
     assert looked_up((entry(512, 1),), spec(512, num_kv_heads=2)) is None
 
 
 def test_cpu_takes_another_cpus_entries_and_a_gpu_its_own_alone():
-    entries = entry(512, 1, kind="one"), entry(512, 2, kind="other")
+    entries = entry(512, 1, "cpu:one"), entry(512, 2, "cpu:other")
     assert looked_up(entries, spec(512)) is not None
-    options = tuned.options_for(entries, "chunked", Target("cpu", "other"), spec(512), gradient=False)
-    assert dict(options) == {"block_q": 2}
-    on_gpu = tuple(entry(512, 1, platform="cuda", kind=kind) for kind in ("h100", "b200"))
-    assert not tuned.options_for(on_gpu, "chunked", Target("cuda", "a100"), spec(512), gradient=False)
+    assert looked_up(entries, spec(512), Target("cpu", "other")) == 2
+    on_gpu = tuple(entry(512, 1, f"cuda:{kind}") for kind in ("h100", "b200"))
+    assert looked_up(on_gpu, spec(512), Target("cuda", "a100")) is None
 
 
 def test_wider_head_takes_nothing_from_a_narrow_one_but_on_a_cpu():
     """128 x 128 blocks in three stages fit an A100 at head_dim=64, and need 230400 of its 166912 bytes at 128."""
-    a100 = {"platform": "cuda", "kind": "a100"}
-    narrow, wide, wider = (entry(512, width, head_dim=width, **a100) for width in (64, 128, 256))
+    narrow, wide, wider = (entry(512, width, "cuda:a100", head_dim=width) for width in (64, 128, 256))
 
     def on_a100(entries, **fields):
-        found = tuned.options_for(entries, "chunked", Target("cuda", "a100"), spec(512, **fields), gradient=False)
-        return dict(found).get("block_q")
+        return looked_up(entries, spec(512, **fields), Target("cuda", "a100"))
 
     assert on_a100((narrow, wide, wider)) == 64
     assert [on_a100((narrow, wide, wider), head_dim=width) for width in (96, 128, 256)] == [128, 128, 256]
@@ -72,69 +77,47 @@ def test_wider_head_takes_nothing_from_a_narrow_one_but_on_a_cpu():
     assert looked_up((entry(512, 1),), spec(512, head_dim=128)) == 1
 
 
-def test_shipped_table_says_what_made_it_and_covers_what_it_should():
-    data = json.loads((resources.files("attnsuite.backends") / tuned.SHIPPED).read_text(encoding="utf-8"))
-    assert data["command"].startswith("attnsuite tune --backends chunked")
-    assert data["date"]
-    assert data["environment"]["cpu"]
-    assert data["environment"]["versions"]["jax"]
-    found = {(e.dtype, e.grouped, e.gradient, e.length) for e in tuned.shipped() if e.backend == "chunked"}
-    assert len(found) == 2 * 2 * 2 * 4
+def test_shipped_policy_says_what_made_it_and_covers_what_it_should():
+    (source,) = load_policy(SHIPPED).sources
+    assert source.name.startswith("attnsuite tune --backends chunked")
+    assert source.date
+    assert source.cores
+    assert source.versions["jax"]
+    assert source.device == "cpu:AMD EPYC"
+    specs = [each.spec for each in load_policy(SHIPPED).entries if each.choice.backend == "chunked"]
+    assert len({(s.dtype, s.group_size, s.needs_grad, s.query_length) for s in specs}) == 2 * 2 * 2 * 4
 
 
-def test_shipped_table_decides_what_chunked_does():
-    problem = spec(2048)
-    expected = {}
-    for gradient in (False, True):
-        expected |= tuned.options_for(tuned.shipped(), "chunked", CPU, problem, gradient=gradient)
-    sizes = default_sizes(problem, CPU, tuned.shipped())
-    assert expected
+def test_shipped_policy_decides_what_chunked_does():
+    problem, policy, expected = spec(2048), load_policy(SHIPPED), {}
+    for found in tuned(policy, "chunked", CPU, problem):
+        expected |= found.choice.options
+    sizes = default_sizes(problem, CPU, policy)
+    assert set(expected) == {"block_q", "block_kv", "heads_per_tile", "block_backward"}
     assert {name: getattr(sizes, name) for name in expected} == expected
 
 
-def test_options_given_by_hand_come_before_the_table(tmp_path):
-    table = tmp_path / "tuned.json"
-    table.write_text(json.dumps({"schema": 1, "entries": [{**FIELDS, "length": 1, "options": {"block_q": 12}}]}))
-    CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table), "block_q": 64})
+def test_options_given_by_hand_come_before_the_policy(tmp_path):
+    path = written(tmp_path / "p.json", "cpu", spec(512, needs_grad=False), chunked={"block_q": 12})
+    CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": path, "block_q": 64})
     with pytest.raises(ValueError, match="block_q=12 is not accepted"):
-        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table)})
+        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": path})
+    written(tmp_path / "p.json", "cpu", spec(512, needs_grad=False), chunked={"block_k": 64})
+    with pytest.raises(ValueError, match=r"^policy '.*p.json': chunked has no option 'block_k'; its options are"):
+        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": path})
 
 
-def test_table_without_an_entry_for_the_device_is_refused_in_a_sentence(tmp_path):
-    table = tmp_path / "tuned.json"
-    fields = {**FIELDS, "platform": "cuda", "kind": "h100", "length": 1, "options": {}}
-    table.write_text(json.dumps({"schema": 1, "entries": [fields]}))
-    with pytest.raises(ValueError, match="have nothing for chunked on cpu in float32"):
-        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(table)})
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "entries": []}', '{"schema": 1, "entries": [{}]}'])
-def test_file_that_is_no_table_is_refused_in_a_sentence(tmp_path, text):
-    path = tmp_path / "tuned.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"cannot be used: .*; make them with attnsuite tune"):
-        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(path)})
-
-
-def test_missing_file_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
-        CHUNKED.plan(spec(1024), Layout(), target=CPU, options={"tuned": str(tmp_path / "none.json")})
-
-
-def test_splash_and_kascade_read_a_table_and_options_beside_it_hold_over_it(tmp_path):
+def test_splash_and_kascade_read_a_policy_and_options_beside_it_hold_over_it(tmp_path):
     v5e, problem = Target("tpu", "v5e"), spec(512, dtype="bfloat16", needs_grad=False, is_causal=True)
-    fields = {**FIELDS, "platform": "tpu", "kind": "v5e", "dtype": "bfloat16", "length": 512}
-    for name, options in (("splash", {"block_q": 256, "block_kv": 128}), ("kascade", {"kernel": "nonsense"})):
-        table = {"schema": tuned.SCHEMA, "entries": [{**fields, "backend": name, "options": options}]}
-        (tmp_path / name).write_text(json.dumps(table))
-    options = {"tuned": str(tmp_path / "splash"), "block_q": 512}
-    given, notes = read_options("splash", splash.OPTIONS, problem, v5e, options)
+    tried = {"splash": {"block_q": 256, "block_kv": 128}, "kascade": {"kernel": "nonsense"}}
+    path = written(tmp_path / "p.json", "tpu:v5e", problem, **tried)
+    given, notes = read_options("splash", splash.OPTIONS, problem, v5e, {"tuned": path, "block_q": 512})
     assert notes == ()
     assert given == {"block_q": 512, "block_kv": 128}
     kascade, layout = registry.get("kascade"), Layout()
     with pytest.raises(ValueError, match="kernel='nonsense' is not accepted"):
-        kascade.plan(problem, layout, target=v5e, options={"tuned": str(tmp_path / "kascade")})
-    kascade.plan(problem, layout, target=v5e, options={"tuned": str(tmp_path / "kascade"), "kernel": "xla"})
+        kascade.plan(problem, layout, target=v5e, options={"tuned": path})
+    kascade.plan(problem, layout, target=v5e, options={"tuned": path, "kernel": "xla"})
 
 
 def test_work_of_splash_is_counted_over_the_blocks_that_a_causal_mask_leaves():

@@ -189,15 +189,19 @@ def test_speed_is_relative_to_the_fastest_dense_on_however_many_devices(record):
 
 def test_row_that_ran_dense_says_so(record):
     note = ("kascade: sparse would compute 0.9 here, and when='profitable' runs dense from 0.75 on; chunked ran.",)
-    records = stack_records(record, {("dense", 2): 2.0, ("kascade_profitable", 2): 2.0},
-                            kascade_profitable={"notes": note})  # fmt: skip
+    records = stack_records(
+        record, {("dense", 2): 2.0, ("kascade_profitable", 2): 2.0}, kascade_profitable={"notes": note}
+    )
     table, *_ = kascade.speed(group(records))
     assert [row["ran"] for row in table.rows] == ["chunked", "DENSE"]
 
 
 def test_wrong_row_has_no_figures(record):
-    records = stack_records(record, {("dense", 2): 2.0, ("kascade", 2): 0.1}, kascade={"status": "wrong",
-                            "error": "out is off", "samples": ()})  # fmt: skip
+    records = stack_records(
+        record,
+        {("dense", 2): 2.0, ("kascade", 2): 0.1},
+        kascade={"status": "wrong", "error": "out is off", "samples": ()},
+    )
     table, *_ = kascade.speed(group(records))
     (row,) = [row for row in table.rows if row["method"] == "kascade"]
     assert (row["ran"], row.get("relative")) == ("out is off", None)
@@ -223,6 +227,8 @@ def test_rows_without_the_figures_that_the_page_reads_are_no_rows_of_it(gate_rec
 
 
 def test_what_an_older_record_leaves_out_of_its_problem_has_its_default(gate_records):
-    older = [dataclasses.replace(each, problem={k: v for k, v in each.problem.items() if k != "phase"})
-             for each in gate_records()]  # fmt: skip
+    older = [
+        dataclasses.replace(each, problem={k: v for k, v in each.problem.items() if k != "phase"})
+        for each in gate_records()
+    ]
     assert kascade.gate(group(older))[0].title.startswith("Prefill")

@@ -70,8 +70,10 @@ def test_planted_slowdown_is_found_and_an_unchanged_rerun_is_not_flagged(record)
 
 
 def scaled(records, factors):
-    return {key: dataclasses.replace(each, samples=tuple(factors.get(each.requested, 1.0) * s for s in each.samples))
-            for key, each in records.items()}  # fmt: skip
+    return {
+        key: dataclasses.replace(each, samples=tuple(factors.get(each.requested, 1.0) * s for s in each.samples))
+        for key, each in records.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,12 @@ def test_map_has_the_fastest_of_each_case_and_names_both_where_they_are_not_told
 def test_squares_of_two_that_are_not_told_apart_are_hatched(grid):
     (picture,) = winners(group(grid))
     assert "<pattern" in draw(picture)
-    (clear,) = winners(group([r for r in grid if r.problem["sequence"] == 2048 or r.problem["kv_heads"] == 2]
-                             + [r for r in grid if r.requested == "standard"]))  # fmt: skip
+    (clear,) = winners(
+        group(
+            [r for r in grid if r.problem["sequence"] == 2048 or r.problem["kv_heads"] == 2]
+            + [r for r in grid if r.requested == "standard"]
+        )
+    )
     assert "<pattern" not in draw(clear)
 
 

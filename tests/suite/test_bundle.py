@@ -184,8 +184,10 @@ def test_only_invented_whole_records_pass_with_right_hashes(packed):
     assert verified(edited(packed, halved, hashes=True))
 
 
-@pytest.mark.parametrize(("name", "reason"), [(MANIFEST, "run.json was edited"), (LOG, "log.txt was edited"),
-                                              (HEAD, "bundle.json is damaged")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [(MANIFEST, "run.json was edited"), (LOG, "log.txt was edited"), (HEAD, "bundle.json is damaged")],
+)
 def test_other_edited_files_are_refused(packed, name, reason):
     texts = texts_of(packed)
     texts[name] = texts[name].replace("{", "{ ", 1) + " " if name != HEAD else "{}"

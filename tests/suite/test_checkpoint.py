@@ -95,9 +95,12 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
     words = {"model": str(tokenized), "random_tokens": False, "prompts": 2, "length": 96}
     settings = {"tile_size": 16, "query_tile": 16, "top_k": 0.25, "min_keys": 0}
     request = calibration_verb.CalibrateRequest(
-        **words, text=TextFile(str(path), "text"), out=tokenized / "c", settings=settings,
+        **words,
+        text=TextFile(str(path), "text"),
+        out=tokenized / "c",
+        settings=settings,
         words=ScheduleFlags(schedule="manual", anchors="0"),
-    )  # fmt: skip
+    )
     name, prompts = calibration_verb.prompts_of(request, ModelConfig.from_preset("debug", vocab_size=512))
     whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)
     assert (name, prompts[0].tolist()) == ("prose.jsonl", [1, *whole[1:96]])

@@ -8,7 +8,7 @@ import pytest
 
 from attnsuite.backends import Target, load_policy, resolve
 from attnsuite.backends.devices import usable_cores
-from attnsuite.suite.choosing import measured, policy_file, score
+from attnsuite.suite.choosing import measured, score, sources_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
 from attnsuite.suite.kinds.attention import OpCase, spec_of
@@ -56,17 +56,19 @@ def test_policy_names_the_fastest_of_each_case_and_is_followed(write_run, tmp_pa
     assert code_of("choose", run, "--out", out) == 0
     assert f"export ATTNSUITE_POLICY={out}" in capsys.readouterr().out
     told = json.loads(out.read_text())
-    assert [case["backend"] for case in told["cases"]] == ["standard", "chunked"]
-    assert told["cases"][0] | {"run": ""} == {
-        "case": "forward-s64-h8k8-d64-f32", "run": "", "backend": "standard", "ratio": None, "interval": None,
-        "memory": 7, "problem": {"batch": 1, "query_length": 64, "key_value_length": 64, "num_heads": 8,
-                                 "num_kv_heads": 8, "head_dim": 64, "is_causal": True, "needs_grad": False},
+    (source,) = told["sources"]
+    choices = source.pop("choices")
+    assert [choice["backend"] for choice in choices] == ["standard", "chunked"]
+    assert choices[0] == {
+        "case": "forward-s64-h8k8-d64-f32", "backend": "standard", "memory": 7,
+        "problem": {"batch": 1, "query_length": 64, "key_value_length": 64, "num_heads": 8, "num_kv_heads": 8,
+                    "head_dim": 64, "is_causal": True, "needs_grad": False},
     }  # fmt: skip
-    assert told["cases"][1]["ratio"] == pytest.approx(0.5)
-    assert told["versions"] == {"jax": metadata.version("jax")}  # of numpy no backend's speed depends
-    assert told["runs"] == [
-        {"directory": str(run), "suite": "s", "date": "2026-11-20", "source": "0123", "git_revision": None}
-    ]
+    assert choices[1]["ratio"] == pytest.approx(0.5)
+    assert source == {
+        "name": str(run), "device": HERE, "cores": usable_cores(), "suite": "s", "date": "2026-11-20", "digest": "0123",
+        "versions": {"jax": metadata.version("jax")},  # of numpy no backend's speed depends
+    }  # fmt: skip
     found = [resolve("auto", spec_of(op(length)), policy=out).backend.name for length in (64, 80, 200, 256)]
     assert found == ["standard", "standard", "chunked", "chunked"]
 
@@ -86,7 +88,7 @@ def test_policy_names_the_fastest_of_each_case_and_is_followed(write_run, tmp_pa
 )
 def test_only_exact_backends_that_ran_here_are_chosen(write_run, changes):
     with pytest.raises(InputError, match="has no speed of an exact backend"):
-        policy_file([write_run("run", {op(64): {"standard": 1.0}}, **changes)])
+        sources_of([write_run("run", {op(64): {"standard": 1.0}}, **changes)])
 
 
 def test_cells_of_another_session_are_not_compared(write_run):
@@ -99,20 +101,21 @@ def test_cells_of_another_session_are_not_compared(write_run):
 
 def test_later_run_replaces_the_same_problem_of_an_earlier_one(write_run):
     runs = [write_run(name, {op(64): {"standard": 1.0, "chunked": time}}) for name, time in (("a", 0.5), ("b", 2.0))]
-    assert [(case.backend, case.run) for case in policy_file(runs).cases] == [("standard", str(runs[1]))]
+    assert [(source.name, source.choices[0].backend) for source in sources_of(runs)] == [(str(runs[1]), "standard")]
 
 
 @pytest.mark.parametrize(
     ("environment", "what"),
     [({"versions": {"jax": "0.9"}}, "jax 0.9"), ({"cores": usable_cores() + 1}, "the number of cores")],
 )
-def test_runs_of_two_machines_make_no_policy(write_run, environment, what):
-    runs = [
-        write_run("a", {op(64): {"standard": 1.0}}),
-        write_run("b", {op(64): {"standard": 1.0}}, environment=ENVIRONMENT | environment),
-    ]
-    with pytest.raises(InputError, match=f"b was measured with {what}.* a policy is for one device"):
-        policy_file(runs)
+def test_runs_of_two_machines_are_two_sources_and_one_run_of_both_is_refused(write_run, environment, what):
+    run = write_run("a", {op(64): {"standard": 1.0}})
+    other = write_run("b", {op(256): {"standard": 1.0}}, environment=ENVIRONMENT | environment)
+    one, two = sources_of([run, other])
+    assert (one.cores, one.versions) != (two.cores, two.versions)
+    (run / "records.jsonl").write_text((run / "records.jsonl").read_text() + (other / "records.jsonl").read_text())
+    with pytest.raises(InputError, match=f"a was measured with {what}.*; choose from runs that each have one device"):
+        sources_of([run])
 
 
 def test_model_of_one_attention_type_is_a_problem_and_a_call_of_the_same_problem_goes_before(write_run):
@@ -124,7 +127,7 @@ def test_model_of_one_attention_type_is_a_problem_and_a_call_of_the_same_problem
     (model,) = measured(write_run("prefill", {prefill: {"standard": 1.0}}))
     call = op(64, heads=model.spec.num_heads, kv_heads=model.spec.num_kv_heads, head_dim=model.spec.head_dim)
     both = write_run("both", {prefill: {"standard": 1.0, "chunked": 2.0}, call: {"standard": 2.0, "chunked": 1.0}})
-    assert [case.backend for case in policy_file([both]).cases] == ["chunked"]
+    assert [choice.backend for source in sources_of([both]) for choice in source.choices] == ["chunked"]
 
 
 @pytest.mark.parametrize(("held_out", "code"), [(0.9, 0), (1.2, 3)])
@@ -141,11 +144,14 @@ def test_check_holds_auto_with_the_policy_against_the_best_fixed_backend(write_r
 
 def test_sums_of_a_check(write_run, tmp_path):
     run = write_run("run", {op(64): {"standard": 1.0, "chunked": 2.0}, op(256): {"standard": 4.0, "chunked": 2.0}})
-    check = write_run("check", {
-        op(80): {"standard": 1.0, "chunked": 3.0},
-        op(200): {"standard": 3.0, "chunked": 1.5},
-        op(512): {"standard": 9.0},  # beyond the policy: what auto lists, which is all that has a time
-    })  # fmt: skip
+    check = write_run(
+        "check",
+        {
+            op(80): {"standard": 1.0, "chunked": 3.0},
+            op(200): {"standard": 3.0, "chunked": 1.5},
+            op(512): {"standard": 9.0},  # beyond the policy: what auto lists, which is all that has a time
+        },
+    )
     out = tmp_path / "p.json"
     code_of("choose", run, "--out", out)
     found = score(load_policy(out), check)
@@ -162,3 +168,17 @@ def test_check_refuses_a_run_of_another_machine(write_run, tmp_path, capsys):
     other = write_run("other", {op(64): {"standard": 1.0}}, target="cpu:Another Processor")
     assert code_of("choose", run, "--out", tmp_path / "p.json", "--check", other) == 2
     assert "was measured with another device (cpu:Another Processor)" in capsys.readouterr().err
+
+
+def test_policy_that_exists_is_extended_and_what_is_no_policy_is_left_alone(write_run, tmp_path, capsys):
+    first = write_run("first", {op(64): {"standard": 1.0}, op(256): {"standard": 1.0}})
+    second = write_run("second", {op(256): {"standard": 2.0, "chunked": 1.0}})
+    out = tmp_path / "policy.json"
+    assert code_of("choose", first, "--out", out) == code_of("choose", second, "--out", out) == 0
+    assert "1 more choices were in the file, and stay" in capsys.readouterr().out
+    sources = load_policy(out).sources
+    assert [(source.name, len(source.choices)) for source in sources] == [(str(first), 1), (str(second), 1)]
+    out.write_text('{"schema": 1, "device": "cpu", "cases": []}')
+    assert code_of("choose", first, "--out", out) == 2
+    assert "would be extended, but schema in policy" in capsys.readouterr().err
+    assert out.read_text().startswith('{"schema": 1')

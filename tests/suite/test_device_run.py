@@ -22,8 +22,9 @@ LIMITS = Limits(60, 2**33)
 
 
 def found(monkeypatch, tmp_path, target, native, **changes):
-    backends = [{"name": name, "problems": {"p": {"mode": "native" if name in native else "interpret"}}}
-                for name in names()]  # fmt: skip
+    backends = [
+        {"name": name, "problems": {"p": {"mode": "native" if name in native else "interpret"}}} for name in names()
+    ]
     monkeypatch.setattr(device_run, "examine_here", lambda: {"environment": {"target": target}, "backends": backends})
     return device_run.device_run(**{"backends": None, "out": tmp_path, "limits": LIMITS, "resume": False} | changes)
 

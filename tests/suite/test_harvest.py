@@ -63,9 +63,12 @@ class LinenModel(linen.Module):
     @linen.compact
     def __call__(self, x):
         layers = linen.scan(
-            linen.remat(LinenLayer), variable_axes={"params": 0}, split_rngs={"params": True}, length=4,
+            linen.remat(LinenLayer),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=4,
             in_axes=linen.broadcast,
-        )  # fmt: skip
+        )
         return layers()(x, linen.make_causal_mask(x[..., 0]))[0]
 
 

@@ -8,8 +8,10 @@ import json
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry, splash_blocks, tokamax_splash
+from attnsuite.backends.choices import to_json
+from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.imported import TOKAMAX, as_tokamax, import_tables, table_of
+from attnsuite.suite.imported import TOKAMAX, as_tokamax, import_tables, sources_of
 from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention import OpCase
 from attnsuite.suite.kinds.tuning import Trial, Trials
@@ -18,10 +20,14 @@ from command import code_of
 
 V6E = Target("tpu", "v6e")
 PROBLEM = {
-    "q": "bf16[2,1024,8,128]", "k": "bf16[2,1024,8,128]", "v": "bf16[2,1024,8,128]", "logits_scale": 0.1,
-    "mask": {"bool_mask": None, "causal_mask": {"offset": 0, "window_size": None}}, "dropout_rate": 0.0,
+    "q": "bf16[2,1024,8,128]",
+    "k": "bf16[2,1024,8,128]",
+    "v": "bf16[2,1024,8,128]",
+    "logits_scale": 0.1,
+    "mask": {"bool_mask": None, "causal_mask": {"offset": 0, "window_size": None}},
+    "dropout_rate": 0.0,
     "return_residuals": False,
-}  # fmt: skip
+}
 CONFIG = {"block_q": 512, "block_kv": 1024, "block_kv_compute": 256, "q_layout": 2}
 SPEC = AttentionSpec(
     batch=1, query_length=1024, key_value_length=1024, num_heads=8, num_kv_heads=8, head_dim=128, dtype="bfloat16",
@@ -45,8 +51,8 @@ def written(tmp_path, entries, device="tpu_v6_lite", kernel=TOKAMAX):
 
 def test_entry_is_followed_where_device_and_problem_match_and_says_whose_it_is(tmp_path):
     found = import_tables([written(tmp_path, [(PROBLEM, [CONFIG])])])
-    (tmp_path / "tuned.json").write_text(table_of(found, "a command"))
-    options = {"tuned": str(tmp_path / "tuned.json")}
+    (tmp_path / POLICY).write_text(to_json(sources_of(found)))
+    options = {"tuned": str(tmp_path / POLICY)}
 
     def read(spec, target=V6E):
         return splash_blocks.read_options("tokamax_splash", tokamax_splash.OPTIONS, spec, target, options)
@@ -54,14 +60,14 @@ def test_entry_is_followed_where_device_and_problem_match_and_says_whose_it_is(t
     given, (note,) = read(SPEC)
     assert given == {"block_q": 512, "block_kv": 1024, "block_kv_compute": 256}
     assert "others measured: tokamax, tpu_v6_lite/pallas_mosaic_tpu_flash_attention.json (SHA-256 " in note
-    assert found[0].entries[0]["left_out"] == {"q_layout": 2}
+    assert found[0].entries[0].details["left_out"] == {"q_layout": 2}
     for spec, target in (
         (SPEC, Target("tpu", "v5p")),
         (dataclasses.replace(SPEC, is_causal=False), V6E),
         (dataclasses.replace(SPEC, local_window_size=(128, 0)), V6E),
         (dataclasses.replace(SPEC, num_kv_heads=2), V6E),
     ):
-        with pytest.raises(ValueError, match="have nothing for tokamax_splash"):
+        with pytest.raises(ValueError, match="has no options for tokamax_splash"):
             read(spec, target)
 
 
@@ -75,6 +81,8 @@ def test_entry_is_followed_where_device_and_problem_match_and_says_whose_it_is(t
         ({"mask": {"holes": 1}}, CONFIG, "the mask has unknown fields"),
         ({"q": "f16[2,1024,8,128]"}, CONFIG, "the dtypes are f16"),
         ({"q": 5}, CONFIG, "an array is not of three or four axes"),
+        ({"q": "bf16[2,1024,9,128]"}, CONFIG, "num_heads=9 must be a multiple of num_kv_heads=8"),
+        ({"logits_soft_cap": "high"}, CONFIG, "logits_soft_cap='high' must be a finite"),
         ({}, {**CONFIG, "new": 1}, "the option 'new' is unknown"),
         ({}, {**CONFIG, "block_q": 100}, "a block size is no multiple of 128"),
         ({}, {**CONFIG, "block_q": "512"}, "a block size is no multiple of 128"),
@@ -85,7 +93,7 @@ def test_entry_that_says_more_than_is_known_is_refused(tmp_path, changes, config
     assert not found.entries
     assert reason in next(iter(found.refused))
     with pytest.raises(InputError, match="no entry of these files can be used"):
-        table_of([found], "")
+        sources_of([found])
 
 
 def test_first_of_two_entries_for_one_problem_holds_and_the_other_is_listed(tmp_path):
@@ -109,10 +117,10 @@ def test_ragged_tables_are_read_as_literals_and_only_the_kernel_that_is_called_i
     for reason in ("'TPU v5' names more than one kind", "version 3 of ragged", "sglang-jax's kernel"):
         assert reason in said
     backend, spec = registry.get("ragged_paged_attention"), dataclasses.replace(SPEC, batch=1, query_length=64)
-    options = {"tuned": str(tmp_path / "out" / "tuned.json")}
+    options = {"tuned": str(tmp_path / "out" / POLICY)}
     made = plan(backend, spec, Layout(), target=V6E, options=options)
     assert any("others measured" in note for note in made.notes)
-    with pytest.raises(ValueError, match="have nothing for ragged_paged_attention"):
+    with pytest.raises(ValueError, match="has no options for ragged_paged_attention"):
         plan(backend, dataclasses.replace(spec, query_length=128), Layout(), target=V6E, options=options)
 
 
@@ -145,7 +153,7 @@ def test_what_was_measured_is_written_in_tokamax_format_and_read_back(tmp_path):
     (tmp_path / "tpu_v6_lite").mkdir()
     (tmp_path / "tpu_v6_lite" / TOKAMAX).write_text(text)
     (found,) = import_tables([tmp_path / "tpu_v6_lite" / TOKAMAX])
-    assert found.entries[0]["options"] == options
+    assert found.entries[0].options == options
     cache = pytest.importorskip("tokamax._src.autotuning.cache")  # tokamax's own reader takes it
     theirs = pytest.importorskip("tokamax._src.ops.attention.pallas_mosaic_tpu").PallasMosaicTpuFlashAttention()
     (data,) = cache._get_cache_adapter(theirs).validate_json(text).values()

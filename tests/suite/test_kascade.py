@@ -29,8 +29,11 @@ from attnsuite.suite.suites import QUICK, SUITES
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,
                   tile_size=32, top_k=0.25)  # fmt: skip
-SELECTING = sorted({name for name in METHODS if {"kascade_text", "kascade_gate"} & {*METHODS[name].kinds}}
-                   - {"dense", "kascade_both_phases", *SCORES} | {"other_model"})  # fmt: skip
+SELECTING = sorted(
+    {name for name in METHODS if {"kascade_text", "kascade_gate"} & {*METHODS[name].kinds}}
+    - {"dense", "kascade_both_phases", *SCORES}
+    | {"other_model"}
+)
 # One row for each way in which layers attend; the others differ in what they select.
 ATTENDING = ("kascade", "kascade_token", "dropped_tiles", "oracle_query", "quest")
 BY_TILES = [name for name in SELECTING if name not in ("kascade_token", "dropped_tiles")]
@@ -106,8 +109,10 @@ def test_rows_of_tiles_compute_equally_many_pairs_and_as_many_as_the_formula_say
 
 
 def test_each_oracle_keeps_more_attention_than_what_it_stands_above():
-    mean = {name: np.mean([float(layer.mass.mean()) for layer in one_pass(name, 0.25)[4]])
-            for name in ("oracle_query", "oracle_pooled", "kascade", "random_tiles")}  # fmt: skip
+    mean = {
+        name: np.mean([float(layer.mass.mean()) for layer in one_pass(name, 0.25)[4]])
+        for name in ("oracle_query", "oracle_pooled", "kascade", "random_tiles")
+    }
     assert mean["oracle_query"] > mean["oracle_pooled"] > mean["kascade"] > mean["random_tiles"]
 
 
@@ -190,8 +195,9 @@ def expected_flops(case):
         spec = attention_spec(config, "global", batch=1, query_length=case.sequence, needs_grad=False)
         reuse = kept_fraction(spec, settings).reuse
     else:
-        spec = attention_spec(config, "global", batch=1, query_length=1, key_value_length=case.sequence,
-                              needs_grad=False)  # fmt: skip
+        spec = attention_spec(
+            config, "global", batch=1, query_length=1, key_value_length=case.sequence, needs_grad=False
+        )
         at = range(case.sequence - 16, case.sequence)
         reuse = np.average([kept_fraction(spec, settings, position=p).reuse for p in at], weights=np.array(at) + 1)
     return (1.0 + (reuse + 0.5) + 4 * reuse) / 6

@@ -72,7 +72,11 @@ def test_launches_of_pallas_kernels_have_blocks_warps_registers_and_memory(tmp_p
     (first, second), notes = dump(tmp_path)
     assert (first, notes) == (ATTEND, ())
     assert (second.name, second.blocks, second.configuration, second.shared_bytes) == (
-        "attend_1", 24, {"num_warps": 8}, 16)  # fmt: skip
+        "attend_1",
+        24,
+        {"num_warps": 8},
+        16,
+    )
 
 
 def test_kernel_whose_own_name_ends_in_a_number_is_found(tmp_path, assembler):

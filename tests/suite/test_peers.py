@@ -110,8 +110,9 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
             return {"seconds": 0.5, "spent": 0.5}
 
     case = CASES[0]
-    cell = Cell(case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native",
-                exact=True)  # fmt: skip
+    cell = Cell(
+        case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native", exact=True
+    )
     context = running.RunContext(
         suite="cpu-speed", limits=running.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
     )

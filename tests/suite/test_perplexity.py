@@ -124,8 +124,11 @@ def test_a_sparse_figure_stands_beside_the_dense_one_with_their_paired_differenc
 
 def test_random_weights_are_calibrated_and_measured_on_random_tokens_and_are_invalid(tmp_path, capsys):
     """The way to measure time and memory of a shape whose weights and tokenizer are not here."""
-    write_random(ModelConfig.from_preset("qwen3-0.6b", num_layers=2, hidden_size=64, intermediate_size=64,
-                                         vocab_size=300), tmp_path / "model", chunked=True)  # fmt: skip
+    write_random(
+        ModelConfig.from_preset("qwen3-0.6b", num_layers=2, hidden_size=64, intermediate_size=64, vocab_size=300),
+        tmp_path / "model",
+        chunked=True,
+    )
     model, calibration = ["--model", str(tmp_path / "model"), "--random-tokens"], tmp_path / "c.safetensors"
     assert code_of("calibrate", *model, "--out", calibration, "--prompts", "1", "--length", "96", "--anchors", "1") == 0
     words = ["--backend", "kascade", "--calibration", calibration, "--anchors", "1", "--against", "standard"]

@@ -137,7 +137,10 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
     records = list(executors.in_turns(case, cells, references, context))
     assert asked == ["interpret", "interpret", "native"]
     assert [(record.status, record.error, len(record.samples)) for record in records] == [
-        ("ok", None, 0), ("ok", None, 0), ("ok", None, 10)]  # fmt: skip
+        ("ok", None, 0),
+        ("ok", None, 0),
+        ("ok", None, 10),
+    ]
     assert {record.requested for record in records[:2]} == {"splash", "pallas_flash"}
 
 

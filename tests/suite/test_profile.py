@@ -36,8 +36,10 @@ def test_a_file_above_the_limit_is_not_kept_and_a_sentence_says_so(tmp_path, mon
 
 
 def write_trace(folder):
-    thread = [{"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
-              for tid, name in ((1, "tf_XLAEigen/1"), (2, "python"))]  # fmt: skip
+    thread = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
+        for tid, name in ((1, "tf_XLAEigen/1"), (2, "python"))
+    ]
     ran = [("ThunkExecutor::Execute", 1, 0, 9000), ("while.2", 1, 1000, 6000), ("fusion.3", 1, 2000, 1000),
            ("end: fusion.3", 1, 3000, 5), ("fusion.4", 1, 4000, 2000), ("call", 2, 0, 9000)]  # fmt: skip
     events = [{"ph": "X", "name": name, "pid": 1, "tid": tid, "ts": at, "dur": us} for name, tid, at, us in ran]

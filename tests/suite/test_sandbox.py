@@ -63,8 +63,9 @@ def trace(command: list[str], folder: Path, variables: dict[str, str | None]) ->
     kept = {name: value for name, value in (os.environ | variables).items() if value is not None}
     strace = ["strace", "-f", "-qq", "-y", "--seccomp-bpf", "-s", "4096", "-o", str(log)]
     strace += ["-e", f"trace=%network,{','.join(FILES)}"]
-    done = subprocess.run([*ALONE, *strace, *command], capture_output=True, text=True, env=kept, cwd=folder,
-                          timeout=200, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*ALONE, *strace, *command], capture_output=True, text=True, env=kept, cwd=folder, timeout=200, check=False
+    )
     lines = log.read_text(errors="replace").splitlines()
     wrote = frozenset(path for line in lines for path in paths_written(line, folder))
     return Traced(done.returncode, done.stdout + done.stderr, wrote - {str(log)}, tuple(filter(network_calls, lines)))
@@ -149,11 +150,13 @@ def test_run_writes_only_to_its_directory_the_caches_and_tmpdir(ran, box):
 
 
 def test_an_attempt_is_seen(box):
-    script = ("import pathlib, socket, subprocess, sys\n"
-              "pathlib.Path('stray').write_text('')\n"
-              "code = 'import os; os.mkdir(\"of-a-child\")'\n"
-              "subprocess.run([sys.executable, '-c', code])\n"
-              "socket.create_connection(('192.0.2.1', 80), 1)\n")  # fmt: skip
+    script = (
+        "import pathlib, socket, subprocess, sys\n"
+        "pathlib.Path('stray').write_text('')\n"
+        "code = 'import os; os.mkdir(\"of-a-child\")'\n"
+        "subprocess.run([sys.executable, '-c', code])\n"
+        "socket.create_connection(('192.0.2.1', 80), 1)\n"
+    )
     traced = box.python("-c", script)
     assert traced.code != 0
     assert "Network is unreachable" in traced.said

@@ -109,7 +109,9 @@ def test_damaged_dump_is_a_sentence(tmp_path, name, text, sentence):
 
 def test_program_without_a_kernel_and_compiler_that_writes_nothing_are_sentences(tmp_path):
     assert dump(tmp_path, **{ANALYSIS_FILE: ANALYSIS.replace("tpu_custom_call", "Sharding")}) == (
-        (), ("no schedule: the program has no Pallas kernel.",))  # fmt: skip
+        (),
+        ("no schedule: the program has no Pallas kernel.",),
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     assert schedules.read(empty) == ((), (schedules.NOTHING_WRITTEN,))

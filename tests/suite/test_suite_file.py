@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnsuite.backends import masks
-from attnsuite.backends.policy import problem_of
+from attnsuite.backends.choices import problem_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.kinds.op_case import is_plain, spec_of
@@ -82,7 +82,7 @@ def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(rea
         (f"{FORWARD}sequence = [[8]]\n", "line 3 (sequence): a case of kind op_forward: sequence = a list must be"),
         (f"{FORWARD}sequence = {list(range(1, 102))}\nseed = {list(range(100))}", "make 10100 cases; a table"),
     ],
-)  # fmt: skip
+)
 def test_error_names_the_line_and_the_key(read, text, told):
     with pytest.raises(InputError, match=r"suite file .*mine\.toml, line") as raised:
         read(text)

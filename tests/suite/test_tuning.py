@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from attnsuite import reports
-from attnsuite.backends import FEATURES, Layout, Takes, Target, registry, tuned
+from attnsuite.backends import FEATURES, Layout, Takes, Target, load_policy, registry
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
-from attnsuite.suite import doctor, tuned_table, tuning
+from attnsuite.suite import doctor, tuned, tuning
+from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.running import Limits
@@ -118,8 +118,7 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     assert {t["options"]["block_kv"] for t in tried if t["error"]} == {1024}
     assert len(started) == 1 + sum(t["error"] is not None for t in tried[:-1])
     record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
-    assert tuned_table.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
-    assert tuned_table.entry(record)["tried"][0]["bundles"] == 4096
+    assert tuned.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
     assert "1024 (4096)" in page.files([record], Path())["report.md"]
 
 
@@ -135,9 +134,9 @@ def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_
     record = made_up([1.0])
     changes = {"problem": problem_of(case) | {"kind": "tuning", "op": case.kind}, "target": f"tpu:{kind}"}
     record = dataclasses.replace(record, **changes, requested="splash", mode="compile", facts={"tried": tried})
-    entry = tuned_table.entry(checked(record))
-    assert entry["options"]["block_q"] == block
-    assert ("expected_time_over_default" in entry) == ("expected time" in entry["method"]) == (kind == "v6e")
+    choice = tuned.choice(checked(record))
+    assert choice.options["block_q"] == block
+    assert ("expected_time_over_default" in choice.details) == (kind == "v6e")
     assert ("(± 2.9%)" in page.files([checked(record)], Path())["report.md"]) == (kind == "v6e")
 
 
@@ -163,7 +162,7 @@ def made_up(*samples):
 
 def test_winner_must_be_measurably_faster_than_the_defaults():
     def options(*samples):
-        return tuned_table.entry(made_up(*samples))["options"]
+        return tuned.choice(made_up(*samples)).options
 
     level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
     assert options(level, faster) == {"n": 1}
@@ -171,27 +170,28 @@ def test_winner_must_be_measurably_faster_than_the_defaults():
     assert options(level, [0.5] * 3) == {"n": 0}  # left out after the first look
 
 
-def test_entry_says_what_a_plan_is_looked_up_by():
-    found = tuned_table.entry(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
-    assert (found["platform"], found["kind"], found["length"], found["head_dim"]) == ("cpu", "a CPU", 192, 64)
-    assert (found["grouped"], found["gradient"], found["time_over_default"][0]) == (False, False, 0.809)
-    assert [trial["median_seconds"] for trial in found["tried"]] == [1.05, 0.85]
+def test_choice_says_the_problem_and_how_much_faster_it_is():
+    found = tuned.choice(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
+    assert found.problem == {
+        "batch": 1, "query_length": 192, "key_value_length": 192, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64,
+        "is_causal": True, "needs_grad": False,
+    }  # fmt: skip
+    assert found.ratio == pytest.approx(0.809, abs=1e-3)
+    assert found.details == {"mode": "native", "tried": 2}
 
 
-def test_table_is_written_and_read_back(tmp_path, capsys):
+def test_policy_is_written_and_read_back(tmp_path, capsys):
     out, words = tmp_path / "out", "tune --backends chunked --cases forward-s512-h8k2-d64-bf16"
     words += " --options block_q=128,block_kv=256"  # which leaves the heads of a tile to be tried
     assert code_of(*words.split(), "--out", out) == 0
-    (entry,) = tuned.load(out / "tuned.json")
-    assert (entry.backend, entry.dtype, entry.grouped, entry.length) == ("chunked", "bfloat16", True, 512)
-    written = json.loads((out / "tuned.json").read_text())
-    assert written["environment"]["cpu"]
-    assert written["command"] == f"attnsuite {words} --out {out}"
-    assert all(t["median_seconds"] or t["error"] for t in written["entries"][0]["tried"])
+    (found,) = load_policy(out / POLICY).entries
+    assert (found.choice.backend, found.source.device) == ("chunked", str(Target.here()))
+    assert found.source.name == f"attnsuite {words} --out {out}"
     spec = spec_of(OpCase(kind="op_forward", sequence=512, kv_heads=2, dtype="bfloat16"))
-    CHUNKED.plan(spec, Layout(), target=Target.here(), options={"tuned": str(out / "tuned.json")})
+    CHUNKED.plan(spec, Layout(), target=Target.here(), options={"tuned": str(out / POLICY)})
+    assert found.spec == spec
     (record,) = parse_records(out / RECORDS)[0]
-    assert len(record.facts.tried) == len(written["entries"][0]["tried"])
+    assert len(record.facts.tried) == found.choice.details["tried"] > 1
     assert "| forward-s512-h8k2-d64-bf16 | chunked" in (out / "report.md").read_text()
 
 
@@ -214,7 +214,7 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
     assert command() == 130
     before = (tmp_path / RECORDS).read_bytes()
     assert before.count(b"\n") == 1
-    assert not (tmp_path / "tuned.json").exists()
+    assert not (tmp_path / POLICY).exists()
     assert command() == 2
     assert command("--resume") == 0
     assert (tmp_path / RECORDS).read_bytes().startswith(before)
@@ -222,7 +222,11 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
     assert begun == [*names, names[1]]
     code_of("run", "--resume", "--out", tmp_path)
     assert f"go on with attnsuite tune --resume --out {tmp_path}." in capsys.readouterr().err
-    assert [entry["case"] for entry in json.loads((tmp_path / "tuned.json").read_text())["entries"]] == names
+    assert [found.choice.case for found in load_policy(tmp_path / POLICY).entries] == names
+    assert code_of("choose", tmp_path, "--out", tmp_path / "chosen.json") == 0
+    assert "chunked n=0" in capsys.readouterr().out
+    written, chosen = (load_policy(tmp_path / name).entries for name in (POLICY, "chosen.json"))
+    assert [found.choice for found in chosen] == [found.choice for found in written]
 
 
 # Block size -> spilled bytes and shared memory of the kernel; 256 does not fit, 512 is not known to the compiler.
@@ -264,20 +268,19 @@ def tune_for_h100(monkeypatch, tmp_path, dtype):
         out=tmp_path,
         command="attnsuite tune",
     )
-    tuning.tune(request, ProgressDisplay(Console(file=io.StringIO())))
+    (record,) = tuning.tune(request, ProgressDisplay(Console(file=io.StringIO())))
     assert "| chunked | cuda:h100 |" in " ".join(reports.render(tmp_path).read_text().split())
-    return json.loads((tmp_path / "tuned.json").read_text())
+    (found,) = load_policy(tmp_path / POLICY).entries
+    assert found.source.device == "cuda:h100"
+    return found.choice, record.facts.tried
 
 
 def test_device_that_is_not_here_gets_what_spills_least_and_is_the_largest_of_those(monkeypatch, tmp_path):
-    (entry,) = tune_for_h100(monkeypatch, tmp_path, "bfloat16")["entries"]
-    assert (entry["kind"], entry["options"]) == ("h100", {"block_size": 64})
-    assert entry["method"].startswith("compiled: ")
-    assert "no time was measured" in entry["method"]
-    errors = {trial["options"]["block_size"]: trial["error"] for trial in entry["tried"]}
+    found, tried = tune_for_h100(monkeypatch, tmp_path, "bfloat16")
+    assert (found.options, found.ratio, found.details["mode"]) == ({"block_size": 64}, None, "compile")
+    errors = {trial.options["block_size"]: trial.error for trial in tried}
     assert errors == {32: None, 64: None, 128: None, 256: "kernel: does not fit", 512: "KeyError: 512"}
-    assert "median_seconds" not in json.dumps(entry)
-    assert {trial["kernels"][0]["blocks"] for trial in entry["tried"][:2]} == {1600, 3200}
+    assert {trial.kernels[0].blocks for trial in tried[:2]} == {1600, 3200}
     assert "| 4, 100% (2, 100%) |" in " ".join((tmp_path / "report.md").read_text().split())
 
 
@@ -285,15 +288,15 @@ def test_defaults_stay_where_nothing_spills_less_in_a_block_that_is_larger(monke
     """Neither spilling for a larger block, nor fewer stages for less shared memory."""
     monkeypatch.setitem(BUILDS, 64, (8, 500))
     monkeypatch.setattr(Compiles, "defaults", lambda *_: {"block_size": 32, "num_stages": 3})
-    (entry,) = tune_for_h100(monkeypatch, tmp_path, "bfloat16")["entries"]
-    assert entry["options"] == {"block_size": 32, "num_stages": 3}
-    assert [len(trial["kernels"]) for trial in entry["tried"] if not trial["error"]] == [1] * 4
+    found, tried = tune_for_h100(monkeypatch, tmp_path, "bfloat16")
+    assert found.options == {"block_size": 32, "num_stages": 3}
+    assert [len(trial.kernels) for trial in tried if not trial.error] == [1] * 4
 
 
 def test_case_that_is_refused_everywhere_writes_no_file(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=r"nothing could be tuned: .*dtype=float32 is not supported"):
         tune_for_h100(monkeypatch, tmp_path, "float32")
-    assert not (tmp_path / "tuned.json").exists()
+    assert not (tmp_path / POLICY).exists()
 
 
 def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_next_cell(monkeypatch, tmp_path, capsys):

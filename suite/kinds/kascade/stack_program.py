@@ -118,9 +118,13 @@ def judge(case: StackCase, method: str, devices: int, mode: Mode = "native") -> 
     length = INTERPRETED_LENGTH if mode == "interpret" else JUDGED_LENGTH
     layers = min(case.layers, INTERPRETED_LAYERS) if mode == "interpret" else case.layers
     short = dataclasses.replace(
-        case, name="judged", sequence=min(case.sequence, length), layers=layers, anchors=min(case.anchors, layers),
+        case,
+        name="judged",
+        sequence=min(case.sequence, length),
+        layers=layers,
+        anchors=min(case.anchors, layers),
         top_k=1.0,
-    )  # fmt: skip
+    )
     ours, theirs = (
         stack_program(short, method, devices, mode=mode),
         stack_program(short, "dense", dense="standard"),

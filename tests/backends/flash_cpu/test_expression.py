@@ -31,7 +31,7 @@ SCORES = {
     "conditions": lambda s, b, h, q, k: jnp.where(jnp.isfinite(s / q), s, -s) + jax.nn.relu(s) + jnp.abs(s),
     "constants": lambda s, b, h, q, k: s + TABLE[3],
     "no-gradient": lambda s, b, h, q, k: s * jax.lax.stop_gradient(jnp.tanh(s)),
-}  # fmt: skip
+}
 UNSUPPORTED = {
     "large": lambda q, k: jnp.asarray(LARGE)[q] == k,
     "of half": lambda q, k: jnp.asarray(TABLE.astype(np.float16))[q] > 0,

@@ -15,8 +15,11 @@ from attnsuite.backends.kascade import manual
 pytestmark = pytest.mark.filterwarnings("error")
 OPTIONS = {
     "schedule": manual((0, 2), num_layers=4, kv_heads=2),
-    "min_keys": 0, "top_k": 0.1, "tile_size": 16, "query_tile": 16,
-}  # fmt: skip
+    "min_keys": 0,
+    "top_k": 0.1,
+    "tile_size": 16,
+    "query_tile": 16,
+}
 RNG = np.random.default_rng(0)
 QUERY = jnp.asarray(RNG.standard_normal((1, 256, 4, 16)), jnp.float32)
 KEY, VALUE = (jnp.asarray(RNG.standard_normal((1, 256, 2, 16)), jnp.float32) for _ in range(2))

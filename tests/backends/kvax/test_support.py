@@ -1,7 +1,6 @@
 """What Kvax takes and refuses, judged for any target on any machine, and the options of its plan."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from attnsuite.backends import (
     resolve,
     support,
 )
+from attnsuite.backends.choices import Choice, Source, problem_of, to_json
 from attnsuite.backends.kvax import KVAX, availability, backend, blocks
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
@@ -172,20 +172,17 @@ def test_layout_may_be_traced_without_kvax():
     assert made.seen[0].tolist() == [True] * 32 + [False] * 32 + [True] * 64
 
 
-def test_table_of_tuned_options_comes_between_the_generation_and_the_caller(tmp_path):
-    entry = {"backend": "kvax", "platform": "cuda", "kind": "h100", "dtype": "bfloat16", "grouped": False}
-    entry["head_dim"] = 64
-    entries = [
-        {**entry, "gradient": False, "length": 1, "options": {"kv_block_size": 32, "num_stages": 2}},
-        {**entry, "gradient": True, "length": 1, "options": {"backward_num_warps": 4}},
-    ]
-    path = tmp_path / "tuned.json"
-    path.write_text(json.dumps({"schema": 1, "entries": entries}))
+def test_policy_of_tuned_options_comes_between_the_generation_and_the_caller(tmp_path):
     problem = spec(num_kv_heads=8, head_dim=64)
+    passes = {False: {"kv_block_size": 32, "num_stages": 2}, True: {"backward_num_warps": 4}}
+    problems = {each: problem_of(dataclasses.replace(problem, needs_grad=each)) for each in passes}
+    choices = tuple(Choice(case="", problem=problems[i], backend="kvax", options=passes[i]) for i in passes)
+    path = tmp_path / "policy.json"
+    path.write_text(to_json([Source(name="", device="cuda:h100", choices=choices)]))
     chosen = backend._blocks(problem, H100, {"tuned": str(path), "num_stages": 4})
     assert dataclasses.astuple(chosen.forward) == (128, 32, 8, 4)  # the generation's, the table's, the caller's
     assert dataclasses.astuple(chosen.backward) == (64, 128, 4, 3)
-    with pytest.raises(ValueError, match="have nothing for kvax on cuda:a100"):
+    with pytest.raises(ValueError, match="has no options for kvax on cuda:a100"):
         backend._blocks(problem, A100, {"tuned": str(path)})
 
 
