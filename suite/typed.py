@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import types
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -110,9 +111,14 @@ def check_fields(made: Any) -> None:
 
     An integer for a float field becomes a float.
     """
-    for name, hint in _hints(type(made)).items():
-        value = convert({name: getattr(made, name)}, dict[str, hint])[name]
+    table = _table(type(made))
+    for name, value in convert({name: getattr(made, name) for name in _hints(table)}, table).items():
         object.__setattr__(made, name, value)
+
+
+@functools.cache
+def _table(cls: type) -> Any:
+    return typing.TypedDict(cls.__name__, _hints(cls))  # pyright: ignore[reportArgumentType] (known when it runs)
 
 
 @functools.cache
@@ -120,8 +126,14 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
+@functools.cache
 def _has_fields(type_: Any) -> bool:
     return dataclasses.is_dataclass(type_) or is_typeddict(type_)
+
+
+@functools.cache
+def _holds_fields(type_: Any) -> bool:
+    return _has_fields(type_) or any(map(_holds_fields, get_args(type_)))
 
 
 def _whole_characters(text: bytes) -> bytes:
@@ -133,6 +145,8 @@ def _whole_characters(text: bytes) -> bytes:
 
 def _unknown(data: Any, type_: Any) -> Iterator[str]:
     """A sentence for every table that has a key unknown to its dataclass."""
+    if not _holds_fields(type_):  # samples of a record, say
+        return
     if get_origin(type_) in (Union, types.UnionType):
         for each in get_args(type_):
             yield from _unknown(data, each)
@@ -157,7 +171,7 @@ def _inner(type_: Any, name: Any) -> list[Any]:
     if get_origin(type_) in (Union, types.UnionType):
         return [inner for each in get_args(type_) for inner in _inner(each, name)]
     if _has_fields(type_):
-        return [hint for field, hint in _hints(type_).items() if field == name]
+        return [_hints(type_)[name]] if name in _hints(type_) else []
     if isinstance(name, str) == (get_origin(type_) is dict) and get_origin(type_) in (dict, list, tuple):
         return [get_args(type_)[-1 if isinstance(name, str) else 0]]
     return []

@@ -362,7 +362,8 @@ def _expected(case: CallerCase, inputs: _Inputs) -> dict[str, Any]:
     found: dict[str, Any] = {"out": out}
     if case.gradient:
         others = ("dk", "dv", "dbias") if case.operand == "learned_bias" else ("dk", "dv")
-        of_query, of_others = 0, dict[str, Any].fromkeys(others, 0)
+        of_query: Any = 0
+        of_others: dict[str, Any] = dict.fromkeys(others, 0)
         for layer in reversed(queries):  # of the last layer the output alone, of the others a sum, has a gradient
             of_out = d_out if layer is queries[-1] else of_query / case.layers
             slopes = oracle.gradients(spec, layout, layer, key, value, of_out, terms=terms)
