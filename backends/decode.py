@@ -119,7 +119,7 @@ def scores(
 @custom_vmap
 def _scores_of_few(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
     together = _scores_together(query, key)
-    return lax.cond(jnp.isfinite(together).all(), lambda: together, lambda: _scores_turned(query, key))
+    return lax.cond(jnp.isfinite(together).all(), lambda: together, lambda: _scores_of_finite(query, key))
 
 
 @_scores_of_few.def_vmap
@@ -137,6 +137,16 @@ def _scores_together(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"
     every = _as_it_lies(key).reshape(b, slots, k * h)
     found = jnp.einsum("bsx,byx->bsy", every, rows, preferred_element_type=jnp.float32)
     return lax.optimization_barrier(found).swapaxes(1, 2).reshape(b, k, r, slots)
+
+
+def _scores_of_finite(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
+    """As :func:`_scores_together`, in the same bits, with NaN for the rows whose own key is not finite.
+
+    There such a key, times the zeros of the other heads' rows, would be NaN for these too.
+    """
+    finite = jnp.isfinite(key)
+    own = jnp.moveaxis(finite.all(-1), 1, 2)[:, :, None]
+    return jnp.where(own, _scores_together(query, jnp.where(finite, key, 0)), jnp.nan)
 
 
 def _scores_turned(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
