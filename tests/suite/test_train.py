@@ -8,6 +8,8 @@ import warnings
 import numpy as np
 import pytest
 
+from attnsuite.backends import AttentionSpec
+from attnsuite.backends.choices import problem_of
 from attnsuite.models import PRESETS, load, load_shipped, lora
 from attnsuite.models.resume import missing
 from attnsuite.suite.errors import InputError
@@ -111,7 +113,12 @@ def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monk
 
 
 def test_policy_that_auto_does_not_follow_is_told_once_and_is_no_warning(tmp_path, monkeypatch):
-    made = {"schema": 1, "device": "tpu:v5e", "cores": None, "runs": [], "versions": {}, "cases": []}
+    spec = AttentionSpec(
+        batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=16, is_causal=True
+    )
+    chosen = {"case": "a", "problem": problem_of(spec), "backend": "splash"}
+    source = {"name": "runs/v5e", "device": "tpu:v5e", "cores": None, "versions": {}, "choices": [chosen]}
+    made = {"schema": 2, "sources": [source]}
     (tmp_path / "policy.json").write_text(json.dumps(made))
     monkeypatch.setenv("ATTNSUITE_POLICY", str(tmp_path / "policy.json"))
     monkeypatch.setattr("attnsuite.suite.train._steps", lambda *_, **__: None)
