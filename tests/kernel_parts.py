@@ -102,7 +102,7 @@ def main() -> None:
                     worker.stdin.flush()
                     least[part] = min(least[part], float(worker.stdout.readline()))
             whole = least["whole"]
-            saved = " | ".join(f"{1 - least[part] / whole:.0%}" for part in PARTS[1:])
+            saved = " | ".join(f"{round(100 * (1 - least[part] / whole))}%" for part in PARTS[1:])
             _say(f"| {dtype}, D {head_dim}, S {length} | {1e3 * whole:.2f} | {saved} |")
         for worker in workers.values():
             worker.stdin.close()
