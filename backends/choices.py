@@ -336,8 +336,13 @@ def lookup_key(spec: AttentionSpec) -> dict[str, Any]:
 
     Of head dimensions the largest counts, of the two lengths the smaller.
     """
-    return {"dtype": spec.dtype, "grouped": spec.group_size > 1, "head_dim": _width(spec),
-            "gradient": spec.needs_grad, "length": _length(spec)}  # fmt: skip
+    return {
+        "dtype": spec.dtype,
+        "grouped": spec.group_size > 1,
+        "head_dim": _width(spec),
+        "gradient": spec.needs_grad,
+        "length": _length(spec),
+    }
 
 
 def _width(spec: AttentionSpec) -> int:

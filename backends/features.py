@@ -15,23 +15,26 @@ from typing import Any, Literal, get_args
 from .operands import OPERANDS, Learned
 
 Mode = Literal["native", "interpret", "compile"]
+_Basic = Literal[
+    "causal",
+    "bidirectional",
+    "window",
+    "chunk",
+    "soft_cap",
+    "scale",
+    "segments",
+    "positions",
+    "lengths",
+    "mask",
+    "gradient",
+    "grouped_queries",
+    "cross_length",
+    "value_head_dim",
+]
 Feature = (
     Learned
+    | _Basic
     | Literal[
-        "causal",
-        "bidirectional",
-        "window",
-        "chunk",
-        "soft_cap",
-        "scale",
-        "segments",
-        "positions",
-        "lengths",
-        "mask",
-        "gradient",
-        "grouped_queries",
-        "cross_length",
-        "value_head_dim",
         "log_sum_exp",
         "mask_function",
         "score_function",
@@ -45,25 +48,7 @@ KV_LAYOUTS = ("NHD", "HND")  # FlashInfer's words: slots before heads, heads bef
 KV_DTYPES = ("int8", "float8_e4m3fn")  # of keys and values in a quantised cache
 
 # Masks, layouts and shapes that a backend written in terms of JAX has without work of its own.
-BASIC_FEATURES: frozenset[Feature] = frozenset(
-    {
-        "causal",
-        "bidirectional",
-        "window",
-        "chunk",
-        "soft_cap",
-        "scale",
-        "segments",
-        "positions",
-        "lengths",
-        "mask",
-        "bias",
-        "gradient",
-        "grouped_queries",
-        "cross_length",
-        "value_head_dim",
-    }
-)
+BASIC_FEATURES: frozenset[Feature] = frozenset({*get_args(_Basic), "bias"})
 
 
 # Everything in the contract.

@@ -69,7 +69,7 @@ def optimised(module: ir.Module, processor: Processor, isa: Isa, *, jit: bool = 
     """(LLVM's module after a few passes, the target machine).
 
     Vectors, tiles and unrolled loops are written by hand. Left for passes are variables on the stack, constant
-    arguments, the form of loops, and folding. The pipeline of -O2 takes 7 times as long, and its code is not faster.
+    arguments, the form of loops, and folding.
     """
     machine = llvm.Target.from_triple(processor.triple).create_target_machine(
         cpu=processor.cpu, features=processor.feature_text(isa), opt=3, jit=jit
@@ -97,7 +97,7 @@ def compile_object(build: Callable[[ir.Module, Isa], Any], processor: Processor,
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A module is thousands of objects, which start a collection of JAX's whole heap: 60 ms, a fifth of the time."""
+    """A module is thousands of objects: making them would start a collection of JAX's whole heap."""
     enabled = gc.isenabled()
     gc.disable()
     try:
