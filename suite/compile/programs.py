@@ -104,7 +104,7 @@ def _arrays(case: OpCase) -> tuple[Layout, Any, Any, Any]:
 
 def model_config(case: ModelCase) -> ModelConfig:
     """The configuration of a case's model. Raises InputError for an unknown name, listing the known ones."""
-    return config_of(case.model, "model", dtype=case.dtype)
+    return config_of(case.model, "model", **case.dtypes)
 
 
 def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:

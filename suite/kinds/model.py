@@ -91,6 +91,17 @@ class ModelCase:
         """Whether it is a train step."""
         return self.kind == "model_train"
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """What it computes in and holds its weights in, as fields of a configuration.
+
+        They are the same, as in a server and in the peers: otherwise every call would convert the weights. A train step
+        in less than float32 keeps them as they are stored.
+        """
+        if self.needs_grad and self.dtype != "float32":
+            return {"dtype": self.dtype}
+        return {"dtype": self.dtype, "param_dtype": self.dtype}
+
 
 def _name(case: ModelCase) -> str:
     parts = [case.kind.removeprefix("model_"), model_word(case.model), f"s{case.sequence}"]

@@ -42,12 +42,12 @@ def model_config(case: Any) -> ModelConfig:
 
     Raises InputError for an unknown name, listing the known ones.
     """
-    return config_of(case.model, f"case {case.name}: model", dtype=getattr(case, "dtype", "float32"))
+    return config_of(case.model, f"case {case.name}: model", **getattr(case, "dtypes", {"dtype": "float32"}))
 
 
 def open_model(case: Any) -> Transformer:
     """The model of a case, with its weights. Raises InputError as :func:`model_config` does."""
-    return model_of(case.model, f"case {case.name}: model", dtype=getattr(case, "dtype", "float32"))
+    return model_of(case.model, f"case {case.name}: model", **getattr(case, "dtypes", {"dtype": "float32"}))
 
 
 def resolutions_of_sequence(config: ModelConfig, length: int, backend: str) -> Resolutions:

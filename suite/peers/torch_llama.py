@@ -30,12 +30,13 @@ def program(case: ModelCase) -> Program:
 
 def _llama(model: Transformer) -> tuple[Any, list[str]]:
     names = jax.tree.leaves(checkpoint_names(model.config))
-    weights = {name: to_torch(x) for name, x in zip(names, jax.tree.leaves(model.arrays()), strict=True)}
     config = transformers.LlamaConfig(**{k: v for k, v in to_hf(model.config).items() if k != "model_type"})
     llama = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")  # noqa: SLF001 (public there)
-    missing, unexpected = llama.load_state_dict(weights, strict=False)
-    if unexpected or set(missing) - {"lm_head.weight"}:
-        raise ValueError(f"transformers has other weights: missing {missing}, unexpected {unexpected}.")
+    tensors = llama.state_dict()
+    if others := (set(names) ^ set(tensors)) - {"lm_head.weight"}:  # which is the embedding where they are tied
+        raise ValueError(f"transformers has other weights: {', '.join(sorted(others))} are in one of the two models.")
+    for name, x in zip(names, jax.tree.leaves(model.arrays()), strict=True):
+        tensors[name].copy_(to_torch(x))  # one at a time: a large model is not held three times
     return llama.to(getattr(torch, model.config.dtype)).eval(), names
 
 

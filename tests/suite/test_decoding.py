@@ -49,6 +49,19 @@ def test_each_row_is_what_its_prompt_gives_alone(case):
     assert np.abs(other - logits).max() > 1e-2, "lengths must matter, or this test sees nothing"
 
 
+@pytest.mark.parametrize(("preset", "dtype"), [("debug", "bfloat16"), ("llama-3.2-1b", "float32")])
+@pytest.mark.parametrize("kind", ["model_prefill", "model_decode"])
+def test_no_call_converts_the_weights(kind, preset, dtype):
+    case = ModelCase(kind=kind, model=preset, sequence=16, dtype=dtype)
+    stored = ModelConfig.from_preset(preset)
+    assert model_program.model_config(case) == stored.replace(dtype=dtype, param_dtype=dtype) != stored
+
+
+def test_train_step_in_bfloat16_keeps_the_weights_as_they_are_stored():
+    case = ModelCase(kind="model_train", model="debug", sequence=16, dtype="bfloat16")
+    assert model_program.model_config(case).param_dtype == "float32"
+
+
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
 def test_program_that_is_timed_is_the_one_that_is_judged(case, tmp_path, monkeypatch):
     path, spoilt = tmp_path / "right.npz", tmp_path / "spoilt.npz"
