@@ -32,6 +32,7 @@ PAGES = {
     "cpu-intel-xeon-speed": (),
     "cpu-amd-epyc-caller": (),
     "cpu-intel-xeon-caller": (),
+    "cpu-amd-epyc-llama-1b": (),
     "cpu-intel-xeon-amx": (),
     "cpu-intel-xeon-invariant": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
