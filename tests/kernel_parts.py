@@ -3,7 +3,7 @@
 Measures: give it an idle machine. The numbers of a kernel without a part are wrong, and nobody looks at them. Each
 variant is compiled in a process of its own, with a cache of its own, and timed in turns with the others.
 
-    python tests/kernel_parts.py        # ten minutes
+    python tests/kernel_parts.py        # five minutes
 
 Prints a table in Markdown for the forward and one for the backward kernel: the milliseconds of the whole kernel, and
 the share of them that is saved without each part. Parts overlap in the processor, so the shares need not add up to 1.
