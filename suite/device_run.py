@@ -28,6 +28,7 @@ PROBLEMS = (
     "cross-bfloat16", "pages-decode", "big-logits-bfloat16",
 )  # fmt: skip
 _FIRST = {"cuda": "kvax", "tpu": "splash"}
+_IN = {"cuda": "bfloat16"}  # the dtype of all problems, where the kernels of a platform take no float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ def device_run(
     found = examine_here()
     target = str(found["environment"]["target"])
     check_idle(target, others)
-    taken = tuple(backends or _taken(found, target.partition(":")[0]))
-    judgement = new_judgement(taken, ",".join(PROBLEMS), range(0), 0, out / CONFORMANCE, limits)
+    platform = target.partition(":")[0]
+    taken = tuple(backends or _taken(found, platform))
+    problems = ",".join(PROBLEMS)
+    judgement = new_judgement(taken, problems, range(0), 0, out / CONFORMANCE, limits, dtype=_IN.get(platform))
     return DeviceRun(target, judgement, _suite(taken, out, limits))
 
 

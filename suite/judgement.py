@@ -31,16 +31,25 @@ def new_judgement(
     *,
     required: Sequence[str] = (),
     interpret: bool = False,
+    dtype: str | None = None,
 ) -> RunGrid:
     """The grid of these flags: verdicts and named problems that match, then random ones; ``seed`` draws problems.
+
+    With ``dtype`` the named problems are asked in it.
 
     What a gate requires is among them. Raises InputError.
     """
     named = _matching([*(["*"] if patterns is None else names_of(patterns, "--cases")), *required])
+    other = {name for name, case in CASES.items() if dtype is not None and case.dtype != dtype}
     return RunGrid(
         suite=SUITE,
         cases=(
-            *(ConformanceCase(name=name, seed=seed or None, interpret=interpret) for name in named),
+            *(
+                ConformanceCase(
+                    name=name, seed=seed or None, interpret=interpret, dtype=dtype if name in other else None
+                )
+                for name in named
+            ),
             *(ConformanceCase(number=number, seed=seed, interpret=interpret) for number in numbers),
         ),
         backends=tuple(dict.fromkeys(map(known_row, backends or registry.names()))),

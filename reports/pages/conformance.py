@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.conformance import TAKES, Held, answer_of
 from attnsuite.suite.record import Record
 from attnsuite.testing.shapes import PLATFORM_FAILS
@@ -93,9 +94,11 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
 
 def reproducer(record: Record) -> list[str]:
     """Lines for a shell that judge the same problem, or ask for the same verdict, again."""
-    number, seed, mode = record.problem["number"], record.problem["seed"], record.mode or "native"
+    case, mode = make_case(record.problem), record.mode or "native"
+    number, seed = case.number, case.seed
     drawn = "" if seed is None else f", seed={seed}"
-    call = f"judging.judge_case(backend, {record.case!r}, Target.here(), {mode!r}{drawn})"
+    in_dtype = "" if case.dtype is None else f", dtype={case.dtype!r}"
+    call = f"judging.judge_case(backend, {case.problem!r}, Target.here(), {mode!r}{drawn}{in_dtype})"
     if number is not None:
         call = f"judging.judge_random(backend, {number}, {seed}, Target.here(), {mode!r})"
     elif record.case in VERDICTS:

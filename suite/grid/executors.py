@@ -5,8 +5,8 @@
   turns sample by sample: no cell is measured beside another's load, and a machine that slows down slows all cells
   alike, so ratios hold. Interpreted cells, of which nothing is measured, come first, as many at once as there are
   cores.
-- :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process, or in several joined
-  ones.
+- :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process, in several joined ones,
+  or on a GPU in several that share the cases.
 - :func:`here` runs such cells in the present process.
 - :func:`side_by_side` runs several lanes of cells at once, for example one per target of a compiler.
 
@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import queue
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,8 @@ from ..user_function import files_of
 from .process import Joined, Restarting, Turn, Worker
 from .references import References
 from .running import Limits, RunContext, Running, now, on_device, prepare, profile, record_of, sample
+
+_PROCESS_BYTES = 2 * 2**30  # of a GPU's memory, that JAX and a problem of the contract take in a process
 
 
 def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
@@ -67,7 +69,10 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
 
 
 def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
-    """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed."""
+    """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed.
+
+    On a GPU cases that share a process are dealt to several (:func:`_parts`).
+    """
 
     @functools.cache
     def reference(case: Case) -> Path | CellFailure | InputError | None:
@@ -80,10 +85,12 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
     for found, members in itertools.groupby(cells, key=joined):
         count = found[0] if found else 1
         start = functools.partial(Worker if found is None else Joined, context.limits.memory // count, *(found or ()))
-        with contextlib.closing(Restarting(start)) as process:
-            for cell in members:
-                each = Running(cell, process)
-                yield prepare(each, reference(make_case(cell.problem)), context) or each.record(context)
+        lanes = [_Shared(part, Restarting(start), reference, context) for part in _parts(list(members), context)]
+        if len(lanes) > 1:
+            yield from side_by_side(lanes, len(lanes))
+            continue
+        with contextlib.closing(lanes[0].process):
+            yield from lanes[0].records()
 
 
 def here(cells: Iterable[Cell], context: RunContext) -> Iterator[Record]:
@@ -181,6 +188,37 @@ class _Interpreted:
 
     def stop(self) -> None:
         self.each.worker.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shared:
+    """The lane of cells that one process runs."""
+
+    cells: Sequence[Cell]
+    process: Restarting
+    reference: Callable[[Case], Path | CellFailure | InputError | None]
+    context: RunContext
+
+    def records(self) -> Iterator[Record]:
+        for cell in self.cells:
+            each = Running(cell, self.process)
+            yield prepare(each, self.reference(make_case(cell.problem)), self.context) or each.record(self.context)
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
+def _parts(cells: Sequence[Cell], context: RunContext) -> list[list[Cell]]:
+    """The cells of each process: all of them, or on a GPU those of every n-th case, where no case has its own process.
+
+    There compiling takes the time, on one core per process. What a process itself takes of the GPU's memory is limited.
+    """
+    cases = [list(members) for _, members in itertools.groupby(cells, key=lambda cell: cell.case)]
+    memory = context.environment.get("device_memory")
+    if not (cells[0].target.startswith("cuda") and kind_of(cells[0].kind).cases_share_process and memory):
+        return [list(cells)]
+    count = max(1, min(len(cases), usable_cores(), memory // _PROCESS_BYTES))
+    return [list(itertools.chain(*cases[first::count])) for first in range(count)]
 
 
 def _share(cells: Sequence[Cell]) -> bool:

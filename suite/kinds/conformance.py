@@ -20,7 +20,7 @@ from ..measure.judge import as_error
 from ..record import Record
 from ..subprocess_function import SubprocessFunctionError, subprocess_function_of
 from ..typed import Real, Seed, Whole
-from .kind import Kind, backends_of, check_fields
+from .kind import Dtype, Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ _LONGEST = 300  # characters of what a backend raised
 class ConformanceCase:
     """:data:`TAKES`, a named verdict or problem of ``attnsuite.testing``, or the random problem ``number`` of ``seed``.
 
-    The arrays of a named problem follow from ``seed`` too. With ``interpret`` kernels that have an interpreter run in
-    it.
+    The arrays of a named problem follow from ``seed`` too. With ``dtype`` it is asked in that one instead of its own,
+    and its name says so. With ``interpret`` kernels that have an interpreter run in it.
     """
 
     kind: Literal["conformance"] = "conformance"
@@ -44,10 +44,21 @@ class ConformanceCase:
     number: Whole | None = None
     seed: Seed | None = None
     interpret: bool = False
+    dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.name or f"random {self.number} of seed {self.seed}")
+        name = self.name or f"random {self.number} of seed {self.seed}"
+        object.__setattr__(self, "name", name.removesuffix(self._in_dtype) + self._in_dtype)
         check_fields(self)
+
+    @property
+    def problem(self) -> str:
+        """Its name in ``attnsuite.testing``."""
+        return self.name.removesuffix(self._in_dtype)
+
+    @property
+    def _in_dtype(self) -> str:
+        return "" if self.dtype is None else f" in {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +126,7 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
         return Outcome(status="unsupported", reasons=(reason,), error=_NOT_TAKEN)
     try:
         if case.number is None:
-            found = judging.judge_case(backend, case.name, target, mode, case.seed or 0)
+            found = judging.judge_case(backend, case.problem, target, mode, case.seed or 0, case.dtype)
         else:
             found = judging.judge_random(backend, case.number, case.seed or 0, target, mode)
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..record import Machine
 
-_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192), "rocm": (4096, 8192), "tpu": (4096, 8192)}
+_SIZES = {"cpu": (512, 1024, 2048), "cuda": (8192,), "rocm": (4096, 8192), "tpu": (4096, 8192)}
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31, "rocm": 2**31, "tpu": 2**30}
 _DTYPES = ("float32", "bfloat16")
 _COLUMNS = (2**12, 2**16, 2**20)

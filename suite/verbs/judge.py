@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -23,6 +23,8 @@ class Judge(OnFleet):
     """Registered names (without any: all), or FILE.py:NAME of a function f(q, k, v) or of a backend."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
     """Glob patterns of named problems and verdicts, separated by commas."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "each problem's own")] = None
+    """Ask the named problems in this dtype."""
     random: Annotated[int | None, flag("N", f"{_RANDOM} for backends that are named, else 0")] = None
     """How many random problems follow the named ones."""
     first: Annotated[int, flag("NUMBER")] = 0
@@ -63,7 +65,7 @@ def run(command: Judge) -> int:
         given = [
             field.name
             for field in dataclasses.fields(command)
-            if field.name in ("backends", "cases", "random", "first", "seed", "interpret")
+            if field.name in ("backends", "cases", "dtype", "random", "first", "seed", "interpret")
             and getattr(command, field.name) != field.default
         ]
         if given:
@@ -82,6 +84,7 @@ def run(command: Judge) -> int:
             limits,
             required=required,
             interpret=command.interpret,
+            dtype=command.dtype,
         )
     yours = any(map(is_reference, grid.backends))  # their file may change: such a run is not resumed
     go_on = f"what was judged stays in {out}; start again"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from attnsuite.backends import names
+from attnsuite.reports.pages.conformance import reproducer
 from attnsuite.suite import device_run
+from attnsuite.suite.cell import Cell
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid import run
+from attnsuite.suite.grid import executors, run
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request
-from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS
+from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
 from attnsuite.testing.problems import CASES
 from command import code_of
@@ -41,7 +44,9 @@ def test_accelerator_has_its_native_backends_alone_and_kvax_first_on_nvidia(monk
 
 def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
     made = found(monkeypatch, tmp_path, "cuda:h100", {"kvax", "standard"})
-    assert [case.name for case in made.judgement.cases if case.name not in CASES] == []
+    assert [case.problem for case in made.judgement.cases] == [name for name in CASES if name in device_run.PROBLEMS]
+    assert {case.dtype or CASES[case.problem].dtype for case in made.judgement.cases} == {"bfloat16"}
+    assert {case.dtype for case in found(monkeypatch, tmp_path, "tpu:v6e", {"standard"}).judgement.cases} == {None}
     kinds = [case.kind.partition("_")[0] for case in made.suite.cases]
     assert kinds == sorted(kinds, key=lambda kind: kind != "op")
     takes = [case.dtype == "bfloat16" for case in made.suite.cases if case.kind.startswith("op_")]
@@ -94,6 +99,47 @@ def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, cap
     (out / RECORDS).unlink()
     assert code_of(*words, "--resume") == 0
     assert (out / RECORDS).read_text().count("\n") == (out / CONFORMANCE / RECORDS).read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "memory", "processes"),
+    [("cuda:h100", 80, 3), ("cuda:t4", 4, 2), ("cuda:h100", 1, 1), ("tpu:v6e", 16, 1), ("cpu:x", 80, 1)],
+)
+def test_contract_is_dealt_to_processes_on_a_gpu_alone_case_by_case(monkeypatch, target, memory, processes):
+    monkeypatch.setattr(executors, "usable_cores", lambda: 3)
+    cells = [
+        Cell(
+            case=name,
+            problem={"kind": "conformance"},
+            row=row,
+            target=target,
+            resolved=row,
+            mode="native",
+            exact=True,
+        )
+        for name in ("causal", "plain", "mqa", "scale")
+        for row in ("kvax", "standard")
+    ]
+    context = SimpleNamespace(environment={"device_memory": memory * 2**30})
+    parts = executors._parts(cells, context)
+    assert len(parts) == processes
+    assert sorted(cell.key for part in parts for cell in part) == sorted(cell.key for cell in cells)
+    assert all(len({cell.case for cell in part}) * 2 == len(part) for part in parts)
+    timed = [dataclasses.replace(cell, problem={"kind": "retrieval"}) for cell in cells]
+    assert len(executors._parts(timed, context)) == 1  # a kind whose cases do not share a process
+
+
+def test_what_several_processes_judge_is_one_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(executors, "_parts", lambda cells, _: [[cell] for cell in cells])
+    words = ["judge", "standard", "--cases", "causal,big-logits-bfloat16", "--dtype", "bfloat16", "--random", "0"]
+    assert code_of(*words, "--out", tmp_path / "run") == 0
+    records, _, _ = parse_records(tmp_path / "run" / RECORDS)
+    assert {(record.case, record.status) for record in records} == {
+        ("causal in bfloat16", "ok"),
+        ("big-logits-bfloat16", "ok"),  # as it is
+    }
+    (line,) = [each for each in reproducer(min(records, key=lambda r: len(r.case))) if "judge_case" in each]
+    assert "judge_case(backend, 'causal', Target.here(), 'native', dtype='bfloat16')" in line
 
 
 def _small(backends, out, limits):

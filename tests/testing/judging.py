@@ -32,13 +32,15 @@ class Judgement:
     isolates: bool | None = None
 
 
-def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native", seed: int = 0) -> Judgement:
-    """Hold ``backend`` to the named problem, its arrays drawn by ``seed``.
+def judge_case(
+    backend: Backend, name: str, target: Target, mode: Mode = "native", seed: int = 0, dtype: str | None = None
+) -> Judgement:
+    """Hold ``backend`` to the named problem, its arrays drawn by ``seed``, in the problem's dtype or another.
 
     Output and gradients have to pass the judge, and numbers where nobody may look have to change no bit of them. A
     backend that takes the problem only without gradients is judged by its output. What the backend raises is raised.
     """
-    layout, terms, inputs = problems.arrays(CASES[name], name, seed=seed)
+    layout, terms, inputs = problems.arrays(CASES[name], name, dtype, seed)
     spec = problems.spec_of(CASES[name], layout, terms, inputs)
     refused = support(backend, spec, target, mode).reasons
     if refused:
@@ -46,7 +48,7 @@ def judge_case(backend: Backend, name: str, target: Target, mode: Mode = "native
         if not support(backend, spec, target, mode):
             return Judgement("unsupported", said=refused)
     try:
-        return _held(backend, dataclasses.replace(problems.problem(name, seed=seed), spec=spec), target, mode)
+        return _held(backend, dataclasses.replace(problems.problem(name, dtype, seed), spec=spec), target, mode)
     except Exception as error:  # noqa: BLE001 (raised again, unless the platform is why)
         return _of_the_platform(error, spec)
 
