@@ -16,6 +16,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+
 from attnsuite.backends import attention
 from attnsuite.backends.kvax import upstream
 
