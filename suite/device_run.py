@@ -1,4 +1,4 @@
-"""``attnsuite run --suite device``: ten minutes on somebody's device, the most useful cells first.
+"""``attnsuite run --suite device``: a run on somebody's device, the most useful cells first.
 
 First some problems of the contract on every backend that runs natively here, then the attention calls of ``quick``,
 decode steps and a long context, then whole models. A run that is cut keeps what is finished. On an accelerator only the

@@ -143,11 +143,12 @@ def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
 
 def resuming(verb: str, out: Path) -> str:
     """The command that continues the run in ``out``."""
-    from ..store import MANIFEST, RECORDS
+    from ..store import CONFORMANCE, MANIFEST, RECORDS
 
-    if not (out / MANIFEST).is_file():
+    folders = (out, out / CONFORMANCE)  # a run on a device holds its backends to the contract first
+    if not any((folder / MANIFEST).is_file() for folder in folders):
         return "nothing was computed yet; start again."
-    kept = "what is done is kept; " if (out / RECORDS).is_file() else ""
+    kept = "what is done is kept; " if any((folder / RECORDS).is_file() for folder in folders) else ""
     return f"{kept}go on with: attnsuite {verb} --resume --out {out}"
 
 

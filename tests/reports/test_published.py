@@ -22,10 +22,12 @@ if not PUBLISHED.is_dir():
     pytest.skip("a source distribution has no published pages; the repository has", allow_module_level=True)
 TRAINING = PUBLISHED / "training-cpu-intel-xeon"
 TRAINING_SHARDED = PUBLISHED / "training-sharded"
-VERDICTS = (PUBLISHED / "verdicts-cpu-intel-xeon", PUBLISHED / "verdicts-cpu-intel-xeon-torch")
+VERDICTS = tuple(sorted(PUBLISHED.glob("verdicts-*")))
 DEVICES = ("-device-h100", "-device-v5e", "-device-v6e")
 ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, *(folder.name for folder in VERDICTS))
 PAGES = {
+    "gpu-nvidia-h200": (),
+    "gpu-nvidia-h200-16384": (),
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
     "cpu-intel-xeon": (),

@@ -18,6 +18,7 @@ from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
+from attnsuite.suite.verbs.flags import resuming
 from attnsuite.testing.problems import CASES
 from command import code_of
 
@@ -97,6 +98,8 @@ def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, cap
     assert "to send: attnsuite report" in said
     (out / MANIFEST).unlink()
     (out / RECORDS).unlink()
+    told = resuming("run --suite device", out)  # interrupted before the first cell that is timed
+    assert told == f"what is done is kept; go on with: attnsuite run --suite device --resume --out {out}"
     assert code_of(*words, "--resume") == 0
     assert (out / RECORDS).read_text().count("\n") == (out / CONFORMANCE / RECORDS).read_text().count("\n") == 1
 
@@ -107,6 +110,7 @@ def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, cap
 )
 def test_contract_is_dealt_to_processes_on_a_gpu_alone_case_by_case(monkeypatch, target, memory, processes):
     monkeypatch.setattr(executors, "usable_cores", lambda: 3)
+    assert executors._PROCESSES == 4  # more cores than that change nothing
     cells = [
         Cell(
             case=name,
