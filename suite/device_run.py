@@ -51,14 +51,22 @@ class DeviceRun:
 
 
 def device_run(
-    backends: Sequence[str] | None, out: Path, limits: Limits, *, resume: bool, busy: bool = False
+    backends: Sequence[str] | None,
+    out: Path,
+    limits: Limits,
+    *,
+    resume: bool,
+    busy: bool = False,
+    cases: str | None = None,
 ) -> DeviceRun:
     """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here.
+
+    ``cases`` chooses among what is timed; the contract stays whole.
 
     A GPU that others use is refused unless ``busy``.
     """
     if resume:
-        return _resumed(backends, out, limits)
+        return _resumed(backends, cases, out, limits)
     others = None if busy else used_by_others()
     found = examine_here()
     target = str(found["environment"]["target"])
@@ -67,15 +75,15 @@ def device_run(
     taken = tuple(backends or _taken(found, platform))
     problems = ",".join(PROBLEMS)
     judgement = new_judgement(taken, problems, range(0), 0, out / CONFORMANCE, limits, dtype=_IN.get(platform))
-    return DeviceRun(target, judgement, _suite(taken, out, limits))
+    return DeviceRun(target, judgement, _suite(taken, out, limits, cases))
 
 
-def _suite(backends: Sequence[str], out: Path, limits: Limits) -> RunGrid:
-    made = new_request(DEVICE.name, ",".join(backends), None, None, out, limits)
+def _suite(backends: Sequence[str], out: Path, limits: Limits, cases: str | None = None) -> RunGrid:
+    made = new_request(DEVICE.name, ",".join(backends), cases, None, out, limits)
     return dataclasses.replace(made, busy=True)  # was looked at before the contract
 
 
-def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> DeviceRun:
+def _resumed(backends: Sequence[str] | None, cases: str | None, out: Path, limits: Limits) -> DeviceRun:
     """The run in ``out``, whichever of its grids it was cut in."""
     folder = out / CONFORMANCE
     if backends is not None:
@@ -84,7 +92,9 @@ def _resumed(backends: Sequence[str] | None, out: Path, limits: Limits) -> Devic
         raise InputError(f"{out} holds no run of --suite device to resume; leave out --resume to start one.")
     judgement = resumed_judgement(folder, limits)
     if not (out / MANIFEST).is_file():
-        return DeviceRun("as before", judgement, _suite(judgement.backends, out, limits))
+        return DeviceRun("as before", judgement, _suite(judgement.backends, out, limits, cases))
+    if cases is not None:
+        raise InputError("--cases cannot change a run that was begun; leave it out, or start a new run.")
     suite = resumed_request(None, None, None, None, out, limits)
     if suite.suite != DEVICE.name:
         raise InputError(f"{out} holds a run of the suite {suite.suite}; resume it without --suite device.")

@@ -70,7 +70,7 @@ _FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
 _OF_CURVES = ("steps", "interpreted_steps", "mesh")
 # The flags of a suite that does not take all of them.
 _OF_SUITE = {
-    "device": ("suite", "out", "resume", "backends", "cell_timeout", "cell_memory", "sample_seconds", "busy"),
+    "device": ("suite", "out", "resume", "backends", "cases", "cell_timeout", "cell_memory", "sample_seconds", "busy"),
     "curves": ("suite", "out", "resume", "model", "backends", *_OF_CURVES, *_FLEET),
 }
 
@@ -124,7 +124,7 @@ def _device(command: Run) -> int:
 
     out, limits = directory_of(command, "device"), limits_of(command.cell_timeout, command.cell_memory)
     requested = None if command.backends is None else tuple(names_of(command.backends, "--backends"))
-    found = device_run(requested, out, limits, resume=command.resume, busy=command.busy)
+    found = device_run(requested, out, limits, resume=command.resume, busy=command.busy, cases=command.cases)
     print("\n".join(found.plan()), flush=True)
     busy = command.busy or found.suite.busy
     suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command), busy=busy)

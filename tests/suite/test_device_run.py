@@ -146,5 +146,13 @@ def test_what_several_processes_judge_is_one_run(monkeypatch, tmp_path):
     assert "judge_case(backend, 'causal', Target.here(), 'native', dtype='bfloat16')" in line
 
 
-def _small(backends, out, limits):
+def test_cases_choose_what_is_timed_and_leave_the_contract_whole(monkeypatch, tmp_path):
+    made = found(monkeypatch, tmp_path, "cuda:h100", {"standard"}, cases="forward-s16384*")
+    assert [case.name for case in made.suite.cases] == ["forward-s16384-h8k2-d128-bf16"]
+    assert len(made.judgement.cases) == len(device_run.PROBLEMS)
+    with pytest.raises(InputError, match="no case matches"):
+        found(monkeypatch, tmp_path, "cuda:h100", {"standard"}, cases="nothing")
+
+
+def _small(backends, out, limits, cases):
     return device_run.new_request("device", ",".join(backends), "forward-s1024-h8k2-d64-f32", None, out, limits)
