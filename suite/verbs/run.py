@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,13 +129,21 @@ def _device(command: Run) -> int:
     print("\n".join(found.plan()), flush=True)
     busy = command.busy or found.suite.busy
     suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command), busy=busy)
-    with progress(lambda: resuming("run --suite device", out)) as display:
+    with progress(lambda: resuming(_words_of_device(command, out), out)) as display:
         judged = execute(found.judgement, display)
         print(f"{reports.conformance_overview(judged)}\nreport:  {reports.render(found.judgement.out)}")
         execute(suite, display)
     code = show(out)
     print(f"to send: attnsuite report {out} --bundle {out.name}.zip")
     return code
+
+
+def _words_of_device(command: Run, out: Path) -> str:
+    """The words that go on with a run on a device; its cases are not written down before the first is timed."""
+    from ..store import MANIFEST
+
+    chosen = () if command.cases is None or (out / MANIFEST).is_file() else ("--cases", command.cases)
+    return shlex.join(("run", "--suite", "device", *chosen))
 
 
 def _check_flags(command: Run) -> None:

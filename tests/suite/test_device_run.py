@@ -18,6 +18,7 @@ from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run import new_request
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
+from attnsuite.suite.verbs import run as run_verb
 from attnsuite.suite.verbs.flags import resuming
 from attnsuite.testing.problems import CASES
 from command import code_of
@@ -152,6 +153,11 @@ def test_cases_choose_what_is_timed_and_leave_the_contract_whole(monkeypatch, tm
     assert len(made.judgement.cases) == len(device_run.PROBLEMS)
     with pytest.raises(InputError, match="no case matches"):
         found(monkeypatch, tmp_path, "cuda:h100", {"standard"}, cases="nothing")
+    begun = run_verb.Run(cases="forward-*,decode-*")  # interrupted in the contract: the cases are not written down yet
+    words = run_verb._words_of_device(begun, tmp_path)
+    assert words == "run --suite device --cases 'forward-*,decode-*'"
+    (tmp_path / MANIFEST).touch()
+    assert run_verb._words_of_device(begun, tmp_path) == "run --suite device"
 
 
 def _small(backends, out, limits, cases):
