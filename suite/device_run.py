@@ -8,7 +8,7 @@ backends that run natively there are taken, Kvax first on an NVIDIA GPU; on a CP
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .doctor import examine_here
@@ -17,6 +17,7 @@ from .grid.run import RunGrid, check_idle, new_request, resumed_request
 from .grid.running import Limits
 from .judgement import new_judgement, resumed_judgement
 from .kinds import kind_of
+from .kinds.kind import Dtype
 from .measure.accelerator import used_by_others
 from .store import CONFORMANCE, MANIFEST
 from .suites import DEVICE
@@ -28,7 +29,9 @@ PROBLEMS = (
     "cross-bfloat16", "pages-decode", "big-logits-bfloat16",
 )  # fmt: skip
 _FIRST = {"cuda": "kvax", "tpu": "splash"}
-_IN = {"cuda": "bfloat16"}  # the dtype of all problems, where the kernels of a platform take no float32
+_IN: Mapping[str, Dtype] = {
+    "cuda": "bfloat16"
+}  # the dtype of all problems, where the kernels of a platform take no float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from .flag_values import names_of
 from .grid.run import RunGrid, resumed_request
 from .grid.running import Limits
 from .kinds.conformance import TAKES, ConformanceCase, answer_of
+from .kinds.kind import Dtype
 from .record import Record
 from .user_function import known_row
 
@@ -31,7 +32,7 @@ def new_judgement(
     *,
     required: Sequence[str] = (),
     interpret: bool = False,
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
 ) -> RunGrid:
     """The grid of these flags: verdicts and named problems that match, then random ones; ``seed`` draws problems.
 

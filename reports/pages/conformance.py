@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from attnsuite.suite.kinds import make_case
-from attnsuite.suite.kinds.conformance import TAKES, Held, answer_of
+from attnsuite.suite import typed
+from attnsuite.suite.kinds.conformance import TAKES, ConformanceCase, Held, answer_of
 from attnsuite.suite.record import Record
 from attnsuite.testing.shapes import PLATFORM_FAILS
 from attnsuite.testing.verdicts import VERDICTS
@@ -94,7 +94,7 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
 
 def reproducer(record: Record) -> list[str]:
     """Lines for a shell that judge the same problem, or ask for the same verdict, again."""
-    case, mode = make_case(record.problem), record.mode or "native"
+    case, mode = typed.convert(record.problem, ConformanceCase), record.mode or "native"
     number, seed = case.number, case.seed
     drawn = "" if seed is None else f", seed={seed}"
     in_dtype = "" if case.dtype is None else f", dtype={case.dtype!r}"
