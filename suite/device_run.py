@@ -29,9 +29,8 @@ PROBLEMS = (
     "cross-bfloat16", "pages-decode", "big-logits-bfloat16",
 )  # fmt: skip
 _FIRST = {"cuda": "kvax", "tpu": "splash"}
-_IN: Mapping[str, Dtype] = {
-    "cuda": "bfloat16"
-}  # the dtype of all problems, where the kernels of a platform take no float32
+# The dtype of all problems, where the kernels of a platform take no float32.
+_DTYPES: Mapping[str, Dtype] = {"cuda": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,9 +63,7 @@ def device_run(
 ) -> DeviceRun:
     """The grids of these flags. Raises InputError where JAX does not start, or nothing runs natively here.
 
-    ``cases`` chooses among what is timed; the contract stays whole.
-
-    A GPU that others use is refused unless ``busy``.
+    ``cases`` chooses among what is timed; the contract stays whole. A GPU that others use is refused unless ``busy``.
     """
     if resume:
         return _resumed(backends, cases, out, limits)
@@ -77,7 +74,7 @@ def device_run(
     platform = target.partition(":")[0]
     taken = tuple(backends or _taken(found, platform))
     problems = ",".join(PROBLEMS)
-    judgement = new_judgement(taken, problems, range(0), 0, out / CONFORMANCE, limits, dtype=_IN.get(platform))
+    judgement = new_judgement(taken, problems, range(0), 0, out / CONFORMANCE, limits, dtype=_DTYPES.get(platform))
     return DeviceRun(target, judgement, _suite(taken, out, limits, cases))
 
 

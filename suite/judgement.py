@@ -36,19 +36,15 @@ def new_judgement(
 ) -> RunGrid:
     """The grid of these flags: verdicts and named problems that match, then random ones; ``seed`` draws problems.
 
-    With ``dtype`` the named problems are asked in it.
-
-    What a gate requires is among them. Raises InputError.
+    With ``dtype`` the named problems are asked in it. What a gate requires is among them. Raises InputError.
     """
     named = _matching([*(["*"] if patterns is None else names_of(patterns, "--cases")), *required])
-    other = {name for name, case in CASES.items() if dtype is not None and case.dtype != dtype}
+    changed: dict[str, Dtype | None] = {name: dtype for name, case in CASES.items() if case.dtype != dtype}
     return RunGrid(
         suite=SUITE,
         cases=(
             *(
-                ConformanceCase(
-                    name=name, seed=seed or None, interpret=interpret, dtype=dtype if name in other else None
-                )
+                ConformanceCase(name=name, seed=seed or None, interpret=interpret, dtype=changed.get(name))
                 for name in named
             ),
             *(ConformanceCase(number=number, seed=seed, interpret=interpret) for number in numbers),

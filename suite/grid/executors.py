@@ -38,8 +38,8 @@ from .references import References
 from .running import Limits, RunContext, Running, now, on_device, prepare, profile, record_of, sample
 
 _PROCESS_BYTES = 2 * 2**30  # of a GPU's memory, that JAX and a problem of the contract take in a process
-# That share the problems of the contract on a GPU. With 16, on 16 cores and an H200, each cell took nine times as long
-# as with one: twice as fast in all.
+# That share the problems of the contract on a GPU. On an H200 with 16 cores each of 16 took 2.6 to 7.6 times as long
+# for a cell as one alone (tests/reports/test_h200.py).
 _PROCESSES = 4
 
 

@@ -91,3 +91,23 @@ def test_calls_in_flight_are_slower_than_the_device_where_calls_are_short():
     long = {name: ratio for (name, case), ratio in ratios.items() if "s16384" in case}
     assert long.pop("chunked") == pytest.approx(1.5, abs=0.05)
     assert all(abs(ratio - 1) < 0.02 for ratio in long.values())
+
+
+def test_cells_of_a_case_take_half_a_minute_or_more_about_half_of_it_to_be_compiled():
+    cases = {case for _, case in TIMED}
+    cells = [[record for (_, name), record in TIMED.items() if name == case] for case in cases]
+    whole = [sum(cell.wall_seconds for cell in each) for each in cells]
+    assert (min(whole), max(whole)) == pytest.approx((33, 53), abs=0.5)
+    compiled = sum(cell.lower_seconds + cell.compile_seconds for each in cells for cell in each)
+    assert compiled / sum(whole) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_cell_takes_longer_where_sixteen_processes_share_the_contract():
+    """The first run had one process, the one in bfloat16 sixteen; the median over problems of each backend."""
+    alone, shared = records("verdicts-gpu-nvidia-h200"), records("verdicts-gpu-nvidia-h200-bfloat16")
+
+    def seconds(found, backend):
+        return median([record.wall_seconds for (name, _), record in found.items() if name == backend]).value
+
+    ratios = [seconds(shared, name) / seconds(alone, name) for name in sorted({name for name, _ in shared})]
+    assert (min(ratios), max(ratios)) == pytest.approx((2.6, 7.6), abs=0.05)
