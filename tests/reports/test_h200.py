@@ -1,4 +1,4 @@
-"""The first device (docs/how-to/device.md): what the page says of it, and what interpreters and compilers had said."""
+"""The first device (docs/how-to/device.md): what its page says, what interpreters give, what compilers had said."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_times_of_the_page_are_those_of_the_records():
             assert ratio == ([] if cell is standard else [f"{seconds / median(standard.device_seconds).value:.2f}"])
 
 
-def test_one_problem_is_wrong_and_the_interpreter_said_so():
+def test_one_problem_is_wrong_and_in_the_interpreter_too():
     wrong = {key for key, record in JUDGED.items() if record.status == "wrong"}
     assert wrong == {("kvax", "big-logits-bfloat16")}
     assert JUDGED[wrong.pop()].accuracy["dq"].max_error == pytest.approx(378, abs=0.5)
