@@ -41,26 +41,29 @@ def prepared(case, row, folder):
     return dataclasses.replace(found, outcome=dataclasses.replace(found.outcome, accuracy=errors))
 
 
-@pytest.mark.parametrize("row", ["library", "standard"])
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_of_calling_is_judged_and_timed(way, row, tmp_path):
-    found = prepared(case_of(way, **WAYS[way]), row, tmp_path)
+def held_to_its_own_inputs(case, found):
+    """The outputs of a timed call are right for its inputs, and wrong for those of another one."""
     assert found.outcome.status == "ok", found.outcome.error
     assert all(error.passed for error in found.outcome.accuracy.values())
-    assert math.isfinite(found.timed.sample(0))
+    assert math.isfinite(found.timed.sample(7))
+    outputs, call, kind = found.named(found.timed.kept), found.timed.call, kind_of("caller")
+    for choice in (0, 1):
+        assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
+        assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
 
 
-@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("row", ["library", "standard"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_timed_call_is_judged_by_its_own_inputs(way, choice, tmp_path):
-    """The outputs of a timed call are wrong for the inputs of another one."""
+def test_a_timed_call_is_judged_by_its_own_inputs_and_holds_no_compilation(way, row, tmp_path):
     case = case_of(way, **WAYS[way])
-    found = prepared(case, "standard", tmp_path)
-    found.timed.sample(7)
-    outputs, call = found.named(found.timed.kept), found.timed.call
-    kind = kind_of("caller")
-    assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
-    assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
+    found, compiled = prepared(case, row, tmp_path), []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        found.timed.sample(3)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in compiled if "compile" in name]
+    held_to_its_own_inputs(case, found)
 
 
 MORE = [
@@ -75,24 +78,8 @@ MORE = [
 def test_a_learned_bias_and_a_cache_are_judged_by_their_own_inputs(fields, row, tmp_path):
     case = case_of("jit", **fields)
     found = prepared(case, row, tmp_path)
-    assert found.outcome.status == "ok", found.outcome.error
     assert ("dbias" in found.outcome.accuracy) is case.gradient
-    assert all(error.passed for error in found.outcome.accuracy.values())
-    found.timed.sample(7)
-    outputs, call, kind = found.named(found.timed.kept), found.timed.call, kind_of("caller")
-    assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), 0).values())
-    assert not all(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), 0).values())
-
-
-@pytest.mark.parametrize("way", ["eager", "nnx", "linen"])
-def test_no_sample_holds_a_compilation(way, tmp_path):
-    timed, compiled = prepared(case_of(way, **WAYS[way]), "standard", tmp_path).timed, []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
-    try:
-        timed.sample(7)
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not [name for name in compiled if "compile" in name]
+    held_to_its_own_inputs(case, found)
 
 
 @pytest.mark.parametrize("way", ["eager", "nnx", "linen"])
