@@ -9,6 +9,7 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Layout, Target
 from attnsuite.backends.kascade import KASCADE, Places, Selection, Settings, Tiling, reference
+from attnsuite.testing import problems
 
 SETTINGS = Settings(top_k=0.3, min_keys=0, tile_size=16, query_tile=16)
 
@@ -45,6 +46,10 @@ class Sparse:
     def mask(self, selection: Selection) -> jax.Array:
         return _attended(self.spec, self.tiling, self.layout, selection)
 
+    def dense(self) -> np.ndarray:
+        """A dense layer's output."""
+        return np.asarray(_dense(self.spec, self.layout, *self.inputs))
+
     def layer(self, number: int = 0, carry=(), inputs=None, **options):
         """A layer of Kascade, output and carry, under ``options`` beside the problem's own settings."""
         names = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
@@ -63,6 +68,11 @@ def _select(spec, tiling, layout, query, key):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(spec, tiling, layout, query, key, value, selection):
     return reference.attend(spec, layout, tiling, query, key, value, selection)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _dense(spec, layout, query, key, value):
+    return reference.dense(spec, layout, query, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -102,6 +112,22 @@ def sparse(settings: Settings = SETTINGS, *, T: int = 96, S: int | None = None, 
     return Sparse(spec, layout, settings, query, key, value)
 
 
+@functools.cache
+def cotangent(problem: Sparse) -> jax.Array:
+    """A gradient of the output."""
+    shape = (*problem.query.shape[:3], problem.value.shape[3])
+    return jax.device_put(np.random.default_rng(5).standard_normal(shape).astype(problem.query.dtype))
+
+
+@functools.cache
+def solved(problem: Sparse) -> problems.Problem:
+    """The pairs that the problem's selection keeps as an explicit mask, solved by the oracle, with gradients."""
+    bare = ("is_causal", "has_segment_ids", "has_positions", "has_seq_lengths")
+    spec = dataclasses.replace(problem.spec, needs_grad=True, has_mask=True, **dict.fromkeys(bare, False))
+    layout = Layout(mask=problem.mask(problem.selection()))
+    return problems.solve(spec, layout, (*problem.inputs, cotangent(problem)))
+
+
 def ids(*runs: int) -> jax.Array:
     """Segment ids as [id, count, ...]: the same for both sequences but that the second is shifted by one document."""
     row = np.repeat(runs[::2], runs[1::2])
@@ -133,7 +159,7 @@ def settings(**changes) -> Settings:
     return dataclasses.replace(SETTINGS, **changes)
 
 
-PROBLEMS = {
+_PROBLEMS = {
     "tiles": sparse,
     "query tile of two tiles": lambda: sparse(settings(query_tile=32), T=100),
     "tile of four query tiles": lambda: sparse(settings(tile_size=32, query_tile=8), T=100),
@@ -153,3 +179,5 @@ PROBLEMS = {
     "decode keys": lambda: sparse(settings(granularity="token"), T=1, S=200, layout=cached(1, 200, 1)),
     "bfloat16": lambda: sparse(dtype="bfloat16"),
 }
+# Each is made once in a process: what is cached of it serves every test.
+PROBLEMS = {name: functools.cache(made) for name, made in _PROBLEMS.items()}

@@ -9,9 +9,8 @@ import pytest
 
 from attnsuite.backends import LayerStack, Layout, MeshAxes, Target, attention, plan, support
 from attnsuite.backends.kascade import KASCADE, Selection, manual, pallas_tpu
-from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy
-from sparse_problems import PROBLEMS, SETTINGS, cached, packed, settings, sparse
+from sparse_problems import PROBLEMS, SETTINGS, cached, cotangent, packed, settings, solved, sparse
 
 OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
 NAMES = ("dq", "dk", "dv")
@@ -25,12 +24,6 @@ MORE = {
 }
 NATIVE = {name: PROBLEMS[name] for name in BY_TILE} | MORE
 both = pytest.mark.parametrize("kernel", ["xla", "flash_cpu"])
-
-
-def cotangent(problem):
-    rng = np.random.default_rng(5)
-    shape = (*problem.query.shape[:3], problem.value.shape[3])
-    return jax.device_put(rng.standard_normal(shape).astype(problem.query.dtype))
 
 
 def reuse(problem, options, mode="native"):
@@ -50,21 +43,6 @@ def reuse(problem, options, mode="native"):
     return run
 
 
-def judged(problem, selection):
-    """The same pairs as an explicit mask, solved by the oracle."""
-    spec = dataclasses.replace(
-        problem.spec,
-        needs_grad=True,
-        is_causal=False,
-        has_segment_ids=False,
-        has_positions=False,
-        has_seq_lengths=False,
-        has_mask=True,
-    )
-    layout = Layout(mask=problem.mask(selection))
-    return problems.solve(spec, layout, (*problem.inputs, cotangent(problem)))
-
-
 # Every layout, and each of the two kinds of unit: the forward pass is tried on all of PROBLEMS (test_sparse.py).
 OTHERWISE_HELD = ("tiles", "more keys than queries", "ragged", "keys behind a cache", "decode keys")
 
@@ -74,7 +52,7 @@ def test_it_is_exact_for_the_pairs_that_were_kept(name):
     problem = PROBLEMS[name]()
     selection = problem.selection()
     results = reuse(problem, {})(selection, cotangent(problem), *problem.inputs)
-    check_accuracy(results, judged(problem, selection))
+    check_accuracy(results, solved(problem))
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -83,7 +61,7 @@ def test_native_kernels_have_the_same_gradient(name):
     selection = problem.selection()
     run = reuse(problem, {"kernel": "flash_cpu"})
     results = run(selection, cotangent(problem), *problem.inputs)
-    check_accuracy(results, judged(problem, selection))
+    check_accuracy(results, solved(problem))
     text = jax.make_jaxpr(run)(selection, cotangent(problem), *problem.inputs).pretty_print()
     assert text.count("attention_suite_flash_cpu_") == 2  # a kernel forward, a kernel backward
 
@@ -95,7 +73,7 @@ def test_gradient_of_a_pallas_kernel(list_bytes, monkeypatch):
     problem = sparse(SETTINGS, T=64, batch=1, head_dim=64)
     run, operands = reuse(problem, {"kernel": "pallas"}, "interpret"), (problem.selection(), cotangent(problem))
     results = run(*operands, *problem.inputs)
-    check_accuracy(results, judged(problem, problem.selection()))
+    check_accuracy(results, solved(problem))
     text = jax.make_jaxpr(run)(*operands, *problem.inputs).pretty_print()
     assert text.count("name=kascade_gradient_by_") == (2 if list_bytes > 16 else 0)
     native = reuse(problem, {"kernel": "flash_cpu"})(*operands, *problem.inputs)
@@ -120,7 +98,7 @@ def test_the_gradient_of_another_selection_is_caught(wrong, kernel):
     selection = problem.selection()
     results = reuse(problem, {"kernel": kernel})(wrong(selection), cotangent(problem), *problem.inputs)
     with pytest.raises(AssertionError):
-        check_accuracy(results, judged(problem, selection))
+        check_accuracy(results, solved(problem))
 
 
 @both

@@ -94,7 +94,7 @@ def problem(name: str) -> KernelProblem:
         visible,
         np.asarray(mask),
         oracle.forward(bare, Layout(mask=mask), *given.inputs),
-        STANDARD.plan(bare, Layout(mask=mask), target=CPU).run(*given.inputs)[0],
+        jax.jit(STANDARD.plan(bare, Layout(mask=mask), target=CPU).run)(*given.inputs)[0],
         _mass(given, visible),
     )
 

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Layout
 from attnsuite.backends.kascade.pallas_rows import PallasKernels, Queries, Visits
 from attnsuite.backends.kascade.pallas_tpu import TpuKernels
 from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_own
-from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy
-from sparse_problems import PROBLEMS, cached, settings, sparse
+from sparse_problems import PROBLEMS, cached, cotangent, settings, solved, sparse
 
 NAMES = ("dq", "dk", "dv")
 BLOCKS = {"block_q": 32, "block_kv_sparse": 64, "block_kv_compute": 32}
@@ -61,24 +59,12 @@ def backward(kernels, problem):
     return jax.jit(lambda *x: made(kernels, problem).gradients(problem.places, *x))
 
 
-@functools.cache
-def solved(problem):
-    """The same pairs as an explicit mask, solved by the oracle; and the gradient of the output."""
-    d_out = np.random.default_rng(5).standard_normal((*problem.query.shape[:3], problem.value.shape[3]))
-    d_out = jax.device_put(d_out.astype(problem.query.dtype))
-    bare = ("is_causal", "has_segment_ids", "has_positions", "has_seq_lengths")
-    spec = dataclasses.replace(problem.spec, needs_grad=True, has_mask=True, **dict.fromkeys(bare, False))
-    layout = Layout(mask=problem.mask(problem.selection()))
-    return problems.solve(spec, layout, (*problem.inputs, d_out)), d_out
-
-
 def judge(kernels, problem, wrong=lambda listed: listed, pass_back=backward):
     """Judge output and gradients, the latter by a list that ``wrong`` makes of the right one."""
     listed, out, kept = forward(kernels, problem)
-    expected, d_out = solved(problem)
-    found = pass_back(kernels, problem)(*problem.inputs, wrong(listed), kept, d_out)
+    found = pass_back(kernels, problem)(*problem.inputs, wrong(listed), kept, cotangent(problem))
     results = {"output": out, **dict(zip(NAMES, found, strict=True))}
-    check_accuracy(results, expected)
+    check_accuracy(results, solved(problem))
     return results
 
 
