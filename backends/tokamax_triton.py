@@ -5,7 +5,7 @@ tokamax 0.0.17, FlashAttention-2 (arXiv 2307.08691) for one batch entry. They ar
 taken. Called directly, they need none of what tokamax does around them (a cache of tuned sizes, flags, checks of the
 present device), so they compile for GPUs that are not here. This file adds the gradient rule, rows that see nothing,
 lengths as ranges of keys, and padding without which the backward pass reads past the arrays (:func:`_whole_blocks`).
-``tokamax_interpreted.py`` executes them in Pallas' interpreter. Never run on a GPU here.
+``tokamax_interpreted.py`` executes them in Pallas' interpreter. They ran on an H200.
 """
 
 from __future__ import annotations

@@ -44,6 +44,20 @@ def test_times_of_the_page_are_those_of_the_records():
             assert ratio == ([] if cell is standard else [f"{seconds / median(standard.device_seconds).value:.2f}"])
 
 
+def test_other_pages_say_what_ran():
+    """None says that a backend never ran on a GPU which did, and the guide of those who come from Kvax has its times."""
+    reference = ROOT / "docs" / "reference" / "backends"
+    ran = {name for name, _ in TIMED | JUDGED}
+    assert not [name for name in ran if "Never run on a GPU" in (reference / f"{name}.md").read_text(encoding="utf-8")]
+    seconds = {key: median(record.device_seconds).value for key, record in TIMED.items()}
+    spans = []
+    for name in ("kvax", "cudnn"):
+        ratios = [time / seconds["standard", case] for (other, case), time in seconds.items() if other == name]
+        spans.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+    row = "Kvax took {} of the time of `standard`, cuDNN {} |".format(*spans)
+    assert row in (ROOT / "docs" / "how-to" / "coming-from.md").read_text(encoding="utf-8")
+
+
 def test_one_problem_is_wrong_and_in_the_interpreter_too():
     wrong = {key for key, record in JUDGED.items() if record.status == "wrong"}
     assert wrong == {("kvax", "big-logits-bfloat16")}
