@@ -45,7 +45,7 @@ def test_times_of_the_page_are_those_of_the_records():
 
 
 def test_other_pages_say_what_ran():
-    """None says that a backend never ran on a GPU which did, and the guide of those who come from Kvax has its times."""
+    """None says that a backend never ran on a GPU which did; the guide of those who come from Kvax has its times."""
     reference = ROOT / "docs" / "reference" / "backends"
     ran = {name for name, _ in TIMED | JUDGED}
     assert not [name for name in ran if "Never run on a GPU" in (reference / f"{name}.md").read_text(encoding="utf-8")]
