@@ -75,20 +75,20 @@ def show(*directories: Path) -> int:
     """Render the page of these directories and print its summary; the exit code. Raises InputError."""
     from attnsuite import reports
 
-    from ..store import RECORDS, parse_records
+    from ..store import RECORDS
     from ..summary import summary_lines
 
     path = reports.render(*directories)
-    for directory in directories:
-        run = reports.load(directory)
+    runs = [reports.load(directory) for directory in directories]
+    for directory, run in zip(directories, runs, strict=True):
         if reports.stands_alone(run):
             continue
         if reports.is_compiled(run):
             print(reports.compiled_overview(directory))
         else:
-            print(*summary_lines(parse_records(directory / RECORDS)[0]), *reports.answer_lines(run), sep="\n")
+            print(*summary_lines(run.records), *reports.answer_lines(run), sep="\n")
         print(f"records: {directory / RECORDS}")
     print(f"report:  {path}")
-    for sentence in reports.installs(parse_records(directories[0] / RECORDS)[0]):
+    for sentence in reports.installs(runs[0].records):
         print(sentence)
     return 0
