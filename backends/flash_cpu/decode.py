@@ -247,6 +247,9 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                         before.set(row.at(d, 4).load(type_))
                     row.at(d, 4).store(x + before())
             place = rows.query_place(e, r, head // dims["K"], head % dims["K"], group, dims["T"], heads)
+            if buffers.halves_values:
+                with e.loop(0, buffers.value_width, 2 * isa.lanes) as d:
+                    rows.halve(e, isa, row.at(d, 4), back=True)
             doubt = e.variable(e.const(type_, 0.0))  # becomes NaN where the output is not finite
             with e.loop(0, buffers.value_width, isa.lanes) as d:
                 x = row.at(d, 4).load(type_)

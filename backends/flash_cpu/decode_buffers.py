@@ -10,7 +10,7 @@ from .added import Added, Arrays
 from .emit import Value, aligned
 from .forward import SUMS, operands
 from .handler import Dims, Operand
-from .isa import Isa
+from .isa import NEON, Isa
 from .products import split
 
 BLOCK_KEYS = 64
@@ -92,6 +92,11 @@ class Buffers:
         # Where a row ends inside a vector or has a scale, a few keys, or a block of values, are copied first.
         self.widens_keys = bool(kernel.kv_dtype) or self.width != kernel.head_dim
         self.widens_values = bool(kernel.kv_dtype) or self.value_width != kernel.value_head_dim
+        # The numbers of bfloat16 rows are widened in halves: each two vectors hold those at even places, then at odd.
+        self.halves_keys, self.halves_values = (
+            kernel.stored == "bfloat16" and width == whole and whole % (2 * isa.lanes) == 0 and isa.lanes > NEON.lanes
+            for width, whole in ((kernel.head_dim, self.width), (kernel.value_head_dim, self.value_width))
+        )
         # One behind the other: copied keys, flags of a block's keys, a copied block of values, what is added to the
         # rows' scores (positions of a block's keys, and the rows of ``added.py``), the rows.
         self.flags = aligned(isa.lanes * self.width * 4)
@@ -147,8 +152,9 @@ def tiles(buffers: Buffers) -> list[tuple[int, int, tuple[int, int]]]:
 
     As many accumulators as elsewhere, but more of one row: a processor fetches ahead what is read in order.
     """
-    isa, width = buffers.isa, buffers.value_width // buffers.isa.lanes
-    strips = split(width, 2 * isa.value_vectors)
+    isa, together = buffers.isa, 2 if buffers.halves_values else 1
+    width = buffers.value_width // isa.lanes // together
+    strips = [together * vectors for vectors in split(width, 2 * isa.value_vectors // together)]
     heights = split(buffers.kernel.rows_per_tile, 4 * isa.value_vectors // max(strips, default=1))
     return [
         (sum(heights[:i]), sum(strips[:j]) * isa.lanes, (height, vectors))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
 
 from . import decode_slots, elements, rows
@@ -38,6 +40,9 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State, added: Added | 
         with e.loop(0, count) as r:
             place = rows.query_place(e, r, batch, head % dims["K"], group, dims["T"], heads)
             e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
+            if buffers.halves_keys:
+                with e.loop(0, buffers.width, 2 * isa.lanes) as d:
+                    rows.halve(e, isa, row.query(r).at(d, 4))
             for n, name in enumerate(("first", "last", "query_id")):
                 row.number(r, n).store(state.pointer(s, f"data:{name}").at(layout + r // group, 4).load(i32))
         if more is not None:
@@ -126,7 +131,7 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     block = decode_slots.types(kernel)
     scaled = [*block, i64] if kernel.kv_dtype else []
     size, type_ = elements.SIZE[dtype], vector(f32, isa.lanes)
-    at_once, tile = isa.value_vectors, kernel.rows_per_tile
+    at_once, tile, vectors = isa.value_vectors, kernel.rows_per_tile, math.gcd(width // isa.lanes, 4)
     with Function(module, "score", [ptr, *[*block, i64] * 2, i64, i64, *scaled]) as (e, (w, *arguments)):
         n = len(block)
         keys, step, ahead = arguments[:n], arguments[n], arguments[n + 1 : 2 * n + 1]
@@ -143,14 +148,26 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
                 sums = [[e.variable(e.const(type_, 0.0)) for _ in places] for _ in range(tile)]
                 for j, place in enumerate(places):
                     fetched = decode_slots.place(kernel, ahead, first + j, ahead_step)
-                    with e.loop(0, width, isa.lanes) as d:
-                        e.prefetch(fetched.at(d, elements.SIZE[kernel.stored]), 1)
-                        x = elements.load(e, place.at(d, size), dtype, isa.lanes)
-                        for i in range(tile):
-                            sums[i][j].set(e.fma(x, row.query(r + i).at(d, 4).load(type_), sums[i][j]()))
+                    with e.loop(0, width, vectors * isa.lanes) as d:
+                        stored = elements.SIZE[kernel.stored]
+                        e.prefetch(fetched.at(d, stored), vectors * isa.lanes * stored)
+                        some = _vectors(e, isa, place.at(d, size), dtype, vectors, halves=buffers.halves_keys)
+                        for v, x in enumerate(some):
+                            for i in range(tile):
+                                query = row.query(r + i).at(d + v * isa.lanes, 4).load(type_)
+                                sums[i][j].set(e.fma(x, query, sums[i][j]()))
                 for i in range(tile):
                     row.products(r + i).at(first, 4).store(_across(e, [x() for x in sums[i]]))
     return e.function
+
+
+def _vectors(e: Function, isa: Isa, place: Value, dtype: str, count: int, *, halves: bool) -> list[Value]:
+    """So many vectors of numbers at ``place`` as float32, in their order or in halves."""
+    size, lanes = elements.SIZE[dtype], isa.lanes
+    if halves:
+        pairs = (elements.load_halves(e, place.at(v * lanes, size), lanes) for v in range(0, count, 2))
+        return [x for pair in pairs for x in pair]
+    return [elements.load(e, place.at(v * lanes, size), dtype, lanes) for v in range(count)]
 
 
 def _copy(module: ir.Module, buffers: Buffers, name: str, width: int) -> ir.Function:
@@ -210,7 +227,7 @@ def emit_soften(module: ir.Module, buffers: Buffers, added: Added | None) -> ir.
             place.store(x)
             highest.set(e.max(x, highest()))
         old = top_at.load(f32)
-        new = e.max(e.call(f"llvm.vector.reduce.fmax.v{isa.lanes}f32", f32, highest()), old)
+        new = e.max(e.highest(highest()), old)
         factor = exp2_scalar(e, isa, old - new)
         wide, fresh = e.splat(new, isa.lanes), e.variable(e.const(type_, 0.0))
         with e.loop(0, BLOCK_KEYS, isa.lanes) as k:
@@ -243,7 +260,7 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
     isa, kernel = buffers.isa, buffers.kernel
     type_ = vector(f32, isa.lanes)
     dtype = "float32" if buffers.widens_values else kernel.stored
-    size, name, block = elements.SIZE[dtype], f"weigh_{count}_{vectors}", decode_slots.types(kernel)
+    name, block = f"weigh_{count}_{vectors}", decode_slots.types(kernel)
     of_values = [ptr] if buffers.widens_values else block
     with Function(module, name, [ptr, i64, *of_values, i64, *block, i64, ptr, i64, i64]) as (e, (w, r, *arguments)):
         n = len(of_values)
@@ -256,7 +273,7 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
             fetched = decode_slots.place(kernel, ahead, k, ahead_step)
             e.prefetch(fetched, vectors * isa.lanes * elements.SIZE[kernel.stored])
             place = values[0].at(k * step) if buffers.widens_values else decode_slots.place(kernel, values, k, step)
-            value = [elements.load(e, place.at(j * isa.lanes, size), dtype, isa.lanes) for j in range(vectors)]
+            value = _vectors(e, isa, place, dtype, vectors, halves=buffers.halves_values)
             for i in range(count):
                 p = e.splat(weights[i].at(k, 4).load(f32), isa.lanes)
                 for j in range(vectors):

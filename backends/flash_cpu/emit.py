@@ -255,9 +255,16 @@ class Function:
 
     def add_up(self, x: Value) -> Value:
         """The sum of the lanes of a float vector, by halves, so that the order is fixed."""
+        return self._by_halves(x, lambda low, high: low + high)
+
+    def highest(self, x: Value) -> Value:
+        """The highest lane of a float vector without a NaN, by halves; LLVM's own reduction goes lane by lane."""
+        return self._by_halves(x, self.max)
+
+    def _by_halves(self, x: Value, joined: Callable[[Value, Value], Value]) -> Value:
         while x.type.count > 1:
             half = x.type.count // 2
-            x = self.shuffle(x, x, range(half)) + self.shuffle(x, x, range(half, 2 * half))
+            x = joined(self.shuffle(x, x, range(half)), self.shuffle(x, x, range(half, 2 * half)))
         return Value(self, self.builder.extract_element(x.raw, ir.Constant(i32, 0)))
 
     # control

@@ -147,6 +147,16 @@ def turned(e: Function, square: list[Value]) -> list[Value]:
     return square
 
 
+def halve(e: Function, isa: Isa, place: Value, *, back: bool = False) -> None:
+    """Two vectors of float32 at ``place``: numbers at even places first, then those at odd ones; ``back``: reversed."""
+    n, type_ = isa.lanes, vector(f32, isa.lanes)
+    low, high = (place.at(half * n, 4).load(type_) for half in (0, 1))
+    order = [lane // 2 + lane % 2 * n for lane in range(2 * n)] if back else [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
+    halves = [e.shuffle(low, high, order[half * n : half * n + n]) for half in (0, 1)]
+    for half, x in enumerate(halves):
+        place.at(half * n, 4).store(x)
+
+
 def fill(module: ir.Module, isa: Isa) -> ir.Function:
     """A function ``(target, count, number)``: float32 ``number`` in ``count`` places, a multiple of the lanes.
 
