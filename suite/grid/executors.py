@@ -7,7 +7,6 @@
   cores.
 - :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process, in several joined ones,
   or on a GPU in several that share the cases.
-- :func:`here` runs such cells in the present process.
 - :func:`side_by_side` runs several lanes of cells at once, for example one per target of a compiler.
 
 A cell that fails, hangs or dies becomes a record, and the others go on.
@@ -20,15 +19,15 @@ import dataclasses
 import functools
 import itertools
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 from attnsuite.backends.devices import usable_cores
 
-from .. import peers
-from ..cell import Case, Cell, Means, Outcome
+from .. import host_devices, peers
+from ..cell import Case, Cell, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
 from ..record import Record
@@ -74,7 +73,8 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
 def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed.
 
-    On a GPU cases that share a process are dealt to several (:func:`_parts`).
+    Cells on several devices have a process beside the others. On a GPU cases that share a process are dealt to several
+    (:func:`_parts`).
     """
 
     @functools.cache
@@ -82,35 +82,20 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         return _reference(case, "native", references)
 
-    def joined(cell: Cell) -> tuple[int, int] | None:
-        return kind_of(cell.kind).processes(make_case(cell.problem))
+    def places(cell: Cell) -> tuple[tuple[int, int] | None, int]:
+        return kind_of(cell.kind).processes(make_case(cell.problem)), cell.devices
 
-    for found, members in itertools.groupby(cells, key=joined):
-        count = found[0] if found else 1
-        start = functools.partial(Worker if found is None else Joined, context.limits.memory // count, *(found or ()))
+    for (joined, devices), members in itertools.groupby(cells, key=places):
+        if joined is None:
+            start = functools.partial(Worker, context.limits.memory, host_devices.variables(devices))
+        else:
+            start = functools.partial(Joined, context.limits.memory // joined[0], *joined)
         lanes = [_Shared(part, Restarting(start), reference, context) for part in _parts(list(members), context)]
         if len(lanes) > 1:
             yield from side_by_side(lanes, len(lanes))
             continue
         with contextlib.closing(lanes[0].process):
             yield from lanes[0].records()
-
-
-def here(cells: Iterable[Cell], context: RunContext) -> Iterator[Record]:
-    """Runs cells in the present process, without a limit, one after the other."""
-    means = Means(reference=None, memory_limit=context.limits.memory, text=context.text)
-    for cell in cells:
-        if cell.mode is None:
-            yield refused(cell, context)
-            continue
-        context.watcher.doing(cell.case, cell.row, "computing")
-        each = Running(cell)
-        try:
-            with each.timed():
-                each.outcome = kind_of(cell.kind).prepare(cell, make_case(cell.problem), means).outcome
-        except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
-            each.outcome = Outcome(status="crashed", error=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        yield each.record(context)
 
 
 class Lane(Protocol):

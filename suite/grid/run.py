@@ -169,9 +169,10 @@ def resumed_request(
     manifest = read_manifest(out)
     if manifest.verb == "compile":
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
+    if manifest.verb == "tune":
+        raise InputError(f"{out} holds what attnsuite tune wrote; go on with attnsuite tune --resume --out {out}.")
     if manifest.verb != "run":
-        command = f"attnsuite {manifest.verb if manifest.verb == 'tune' else f'run --suite {manifest.verb}'}"
-        raise InputError(f"{out} holds what {command} wrote; go on with {command} --resume --out {out}.")
+        raise InputError(f"the run in {out} was written by another version (verb {manifest.verb}); start a new one.")
     if yours := [name for name in manifest.backends if is_reference(name)]:
         raise InputError(
             f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."
@@ -326,7 +327,7 @@ def _text_identity(text: TextFile) -> TextIdentity:
 def _rows(suite: Suite) -> tuple[str, ...]:
     """The rows measured by default: backends, the suite's peers, and the rows that only a case's kind knows."""
     extra = [kind_of(case.kind).rows(case) for case in suite.cases]
-    rows = [*suite.backends(), *suite.peers] if not all(extra) else []
+    rows = [*suite.default_backends(), *suite.peers] if not all(extra) else []
     return tuple(dict.fromkeys([*rows, *(row for each in extra for row in each)]))
 
 

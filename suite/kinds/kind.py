@@ -83,6 +83,10 @@ class Kind:
         """
         return None
 
+    def patience(self, case: Any) -> int:
+        """How many times ``--cell-timeout`` a cell may take until it is ready."""
+        return 1
+
     def read(self, fields: Mapping[str, Any]) -> Case:
         """The case with these fields, ``kind`` among them. Raises ValueError with a sentence, less its full stop."""
         if self.case is None:

@@ -28,11 +28,11 @@ from attnsuite.models.sharded_training import Placement, place_on
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
-from ..cell import Cell
+from ..cell import Cell, Outcome
 from ..errors import InputError
 from ..host_devices import parse_mesh
 from .kind import cell, refused
-from .loss_curve import Run, TrainingCase
+from .loss_curve import LossCurve, Run, TrainingCase
 
 # The axis of a parameter that runs over the hidden coordinates; those that are not named have none.
 _HIDDEN_AXIS = {
@@ -98,13 +98,30 @@ def cell_of(case: TrainingCase, run: Run) -> Cell:
         return refused(case, run.name, reasons)
     names = dict.fromkeys(resolution.backend.name for _, resolution in found)
     exact = all(resolution.backend.exact for _, resolution in found)
-    return cell(case, run.name, resolved="+".join(names), mode=found[0][1].mode, exact=exact)
+    devices = parse_mesh(run.mesh).count if run.mesh else 1
+    return cell(case, run.name, resolved="+".join(names), mode=found[0][1].mode, exact=exact, devices=devices)
 
 
-def losses(case: TrainingCase, run: Run) -> tuple[float | None, ...]:
+def trained(case: TrainingCase, run: Run) -> Outcome:
+    """The outcome of a run: its curve, or why its mesh cannot train it. Raises InputError where devices are missing."""
+    found, placement = _resolutions(case, run)[0], None
+    if run.mesh:
+        try:
+            placement = place_on(parse_mesh(run.mesh))
+        except ValueError as error:
+            raise InputError(f"mesh {error}") from error
+        try:
+            found = placement.resolutions(found)
+        except ValueError as error:
+            return Outcome(status="unsupported", reasons=(str(error),), error="refused before anything was traced.")
+    return Outcome(facts=LossCurve(role=run.role, losses=losses(case, run, found, placement)))
+
+
+def losses(
+    case: TrainingCase, run: Run, found: Resolutions, placement: Placement | None = None
+) -> tuple[float | None, ...]:
     """Nats before each update; None where a loss was not finite."""
-    config, placement = config_of(case), _placement(run)
-    found, options = _resolutions(case, run)[0], freeze_options(BLOCKS.get(run.backend))
+    config, options = config_of(case), freeze_options(BLOCKS.get(run.backend))
     params = Transformer(config, rngs=nnx.Rngs(case.seed)).arrays()
     if run.order:
         params = reordered(params, np.random.default_rng(run.order).permutation(config.hidden_size))
@@ -146,26 +163,17 @@ def _step(case: TrainingCase, resolutions: Resolutions, options: Options) -> Ste
     return compiled_step(training_step(config_of(case), resolutions, _update(case), options=options))
 
 
-def _placement(run: Run) -> Placement | None:
-    """The devices of a run on several of them. Raises InputError where they are not here."""
-    try:
-        return place_on(parse_mesh(run.mesh)) if run.mesh else None
-    except ValueError as error:
-        raise InputError(f"--mesh {error}") from error
-
-
 def _update(case: TrainingCase) -> optax.GradientTransformation:
     return make_optimizer(case.optimizer, steps=case.steps, learning_rate=case.learning_rate, weight_decay=0.1)
 
 
 def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, ...]]:
-    """The resolutions of a run in the first mode that its backend takes; () and every reason if it takes none."""
+    """The resolutions on one device in the first mode that its backend takes; () and every reason if it takes none."""
     config, target, reasons = config_of(case), Target.here(), []
     specs = [
         attention_spec(config, kind, batch=case.batch, query_length=case.length) for kind in config.attention_types
     ]
-    placement = _placement(run)
-    modes: tuple[Mode, ...] = ("native",) if placement or case.setting == "native" else ("native", "interpret")
+    modes: tuple[Mode, ...] = ("native",) if run.mesh or case.setting == "native" else ("native", "interpret")
     for mode in modes:
         answers = [support(registry.get(run.backend), spec, target, mode) for spec in specs]
         if all(answers):
@@ -177,11 +185,6 @@ def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, 
                 mode=mode,
                 on_unavailable="raise",
             )
-            if placement is not None:
-                try:
-                    return placement.resolutions(found), ()
-                except ValueError as error:
-                    return (), (str(error),)
             if run.factors is None:
                 return found, ()
             wrong = WrongGradients(run.factors)
