@@ -183,6 +183,13 @@ class LossCurves(Kind):
         """The limit is one of each update."""
         return case.steps
 
+    def result(self, record: Record) -> list[str]:
+        """The first loss and the last."""
+        if record.facts is None or not record.facts.losses:
+            return []
+        losses = losses_of(record)
+        return [f"{losses[0]:.3f} -> {losses[-1]:.6f} nats"]
+
     def cells(self, case: TrainingCase, request: Request) -> Iterable[Cell]:
         """A cell per run of the standard backend, and per backend that is asked for.
 
