@@ -19,7 +19,7 @@ from .. import files, typed
 from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
 from ..flag_values import names_of
-from ..kinds import extensions, kind_of, make_case, problem_of, with_flags
+from ..kinds import extensions, kind_of, make_case, with_flags
 from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
@@ -56,8 +56,6 @@ class RunGrid(Grid):
     those of extensions. With ``busy`` a GPU that others use is taken.
     """
 
-    cases: tuple[Case, ...]
-    backends: tuple[str, ...]
     all_cores: bool = False
     flags: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
     checkpoint: ModelSuiteFlags | None = None
@@ -89,8 +87,6 @@ class RunGrid(Grid):
         return dataclasses.replace(
             Grid.manifest(self, environment, cells),
             verb="run",
-            cases=tuple(problem_of(case) for case in self.cases),
-            backends=self.backends,
             all_cores=self.all_cores,
             checkpoint=None if self.checkpoint is None else self.checkpoint.as_json(),
             text=None if self.text is None else _text_identity(self.text),

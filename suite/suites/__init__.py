@@ -74,9 +74,8 @@ def _device() -> Suite:
 
 QUICK = shipped("quick")
 DEVICE, FULL, CPU_SPEED = _device(), shipped("full"), shipped("cpu-speed")
-_ADDED = (Suite(name, **fields) for added in extensions().values() for name, fields in added.suites.items())
-_LAST = tuple(map(shipped, ("serving", "sharded", "curves")))
-_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, shipped("caller"), *_ADDED, *_LAST)
+_ADDED = (name for added in extensions().values() for name in added.suites)
+_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, *map(shipped, ("caller", *_ADDED, "serving", "sharded", "curves")))
 SUITES = {suite.name: suite for suite in _NAMED}
 
 
