@@ -53,8 +53,8 @@ _SIZES = {"sequence": SEARCH_LENGTHS, "batch": SEARCH_BATCHES}
 class CompileGrid(Grid):
     """What to compile, checked.
 
-    Each of ``searches`` is a field, ``sequence`` or ``batch``, and a model case: its largest value that fits is searched.
-    With ``schedule`` the schedules of Pallas kernels are read, or their launches, too.
+    Each of ``searches`` is a field, ``sequence`` or ``batch``, and a model case: the field's largest value that fits is
+    searched. With ``schedule`` the schedules of Pallas kernels are read, or their launches, too.
     """
 
     suite: str = SUITE

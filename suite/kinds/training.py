@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,9 +16,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
-from attnsuite.backends.contract import Carry
+from attnsuite.backends import Takes, Target, attention, from_function, registry, support
 from attnsuite.backends.features import BASIC_FEATURES, Mode
+from attnsuite.backends.function import FunctionBackend
 from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.parameters import Params
@@ -48,36 +47,15 @@ BLOCKS: dict[str, dict[str, int]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrongGradients:
+def with_wrong_gradients(factors: tuple[float, float, float]) -> FunctionBackend:
     """The standard backend with its gradients multiplied: a negative control."""
 
-    factors: tuple[float, float, float]
-    name: str = "wrong-gradients"
-    exact: bool = True
+    def attend(query: Array, key: Array, value: Array, **keywords: Any) -> Any:
+        arrays = (_with_gradient(factor, x) for factor, x in zip(factors, (query, key, value), strict=True))
+        return attention(*arrays, backend="standard", **keywords)
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """The features that the standard backend takes, as far as they pass through here."""
-        return Takes(features=BASIC_FEATURES, modes=("native", "compile"))
-
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """The standard backend's plan, with multiplied gradients."""
-        inner = plan(registry.get("standard"), spec, layout, target=target, mode=mode, options=options)
-
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry, *terms: Terms) -> Any:
-            of_query, of_key, of_value = self.factors
-            query, key = _with_gradient(of_query, query), _with_gradient(of_key, key)
-            return inner.attend(query, key, _with_gradient(of_value, value), layer, carry, *terms)
-
-        return Plan(attend)
+    takes = Takes(features=BASIC_FEATURES, modes=("native", "compile"))
+    return from_function(attend, takes=takes, name="wrong-gradients")
 
 
 def config_of(case: TrainingCase) -> ModelConfig:
@@ -187,7 +165,7 @@ def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, 
             )
             if run.factors is None:
                 return found, ()
-            wrong = WrongGradients(run.factors)
+            wrong = with_wrong_gradients(run.factors)
             return tuple((kind, dataclasses.replace(each, backend=wrong)) for kind, each in found), ()
         reasons += [reason for answer in answers for reason in answer.reasons]
     return (), tuple(dict.fromkeys(reasons))

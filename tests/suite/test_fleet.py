@@ -413,8 +413,8 @@ def test_grid_of_a_verb_travels_to_nodes(verb, tmp_path):
 
 def test_search_for_the_longest_length_is_for_one_machine(tmp_path):
     case = ModelCase(kind="model_prefill", model="debug", sequence=64)
-    asked = compile_run.CompileGrid(cases=(), searches=(("sequence", case),), backends=("chunked",), targets=(), out=tmp_path,
-                                       limits=Limits(1, 1), cache=tmp_path, command=())  # fmt: skip
+    asked = compile_run.CompileGrid(searches=(("sequence", case),), backends=("chunked",), targets=(), out=tmp_path,
+                                    limits=Limits(1, 1), cache=tmp_path, command=())  # fmt: skip
     with pytest.raises(InputError, match="--longest asks one compiler after the other"):
         compile_run.compile_all(asked, Seen(), FleetRequest())
 
