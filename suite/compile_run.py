@@ -24,7 +24,7 @@ from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_rol
 from .errors import CellFailure, InputError
 from .grid import folders, work
 from .grid.execute import execute
-from .grid.executors import side_by_side
+from .grid.executors import Lane, side_by_side
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
@@ -92,7 +92,8 @@ class CompileGrid(Grid):
 
     def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell; each target has a process."""
-        lanes = [_Compiler(target, cells, self, context) for target in self.targets]
+        compilers = [_Compiler(target, cells, self, context) for target in self.targets]
+        lanes = [Lane(each.records(), each.stop) for each in compilers]
         for record in side_by_side(lanes, processes()):  # an answer that was kept may be of another node
             yield dataclasses.replace(record, environment={**context.environment, **record.environment})
 

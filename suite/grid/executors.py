@@ -19,10 +19,9 @@ import dataclasses
 import functools
 import itertools
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from attnsuite.backends.devices import usable_cores
 
@@ -52,7 +51,7 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
             mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_in_subprocess) for mode in modes
         }
         lanes = [
-            _Interpreted(each, judged_by["interpret"], context, references)
+            Lane(_records([each], lambda _: judged_by["interpret"], context, references), each.worker.close)
             for each in running
             if each.cell.mode == "interpret"
         ]
@@ -90,24 +89,27 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
             start = functools.partial(Worker, context.limits.memory, host_devices.variables(devices))
         else:
             start = functools.partial(Joined, context.limits.memory // joined[0], *joined)
-        lanes = [_Shared(part, Restarting(start), reference, context) for part in _parts(list(members), context)]
+        parts = [(part, Restarting(start)) for part in _parts(list(members), context)]
+        lanes = [
+            Lane(_records(map(functools.partial(Running, worker=process), part), reference, context), process.stop)
+            for part, process in parts
+        ]
         if len(lanes) > 1:
             yield from side_by_side(lanes, len(lanes))
             continue
-        with contextlib.closing(lanes[0].process):
-            yield from lanes[0].records()
+        with contextlib.closing(parts[0][1]):
+            yield from lanes[0].records
 
 
-class Lane(Protocol):
-    """Cells that are computed one after the other, beside other lanes."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lane:
+    """Cells that are computed one after the other, beside other lanes: ``records`` has each as it ends.
 
-    def records(self) -> Iterator[Record]:
-        """The record of each cell, as it ends."""
-        ...
+    ``stop`` ends what is running, and skips the remaining cells. Another thread calls it, and once more at the end.
+    """
 
-    def stop(self) -> None:
-        """End what is running, and skip the remaining cells. Called by another thread, and once more at the end."""
-        ...
+    records: Iterator[Record]
+    stop: Callable[[], None]
 
 
 def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
@@ -116,7 +118,7 @@ def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
 
     def work(lane: Lane) -> None:
         try:
-            for record in lane.records():
+            for record in lane.records:
                 found.put(record)
         except BaseException as error:  # noqa: BLE001 (raised again where the records are read)
             found.put(error)
@@ -162,38 +164,16 @@ def _variables(cell: Cell, references: References) -> Mapping[str, str]:
     return {**devices, **peer}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Interpreted:
-    """The lane of one cell that an interpreter runs."""
-
-    each: Running
-    reference: Path | CellFailure | InputError | None
-    context: RunContext
-    references: References
-
-    def records(self) -> Iterator[Record]:
-        yield prepare(self.each, self.reference, self.context, self.references) or self.each.record(self.context)
-
-    def stop(self) -> None:
-        self.each.worker.close()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Shared:
-    """The lane of cells that one process runs."""
-
-    cells: Sequence[Cell]
-    process: Restarting
-    reference: Callable[[Case], Path | CellFailure | InputError | None]
-    context: RunContext
-
-    def records(self) -> Iterator[Record]:
-        for cell in self.cells:
-            each = Running(cell, self.process)
-            yield prepare(each, self.reference(make_case(cell.problem)), self.context) or each.record(self.context)
-
-    def stop(self) -> None:
-        self.process.stop()
+def _records(
+    cells: Iterable[Running],
+    reference: Callable[[Case], Path | CellFailure | InputError | None],
+    context: RunContext,
+    references: References | None = None,
+) -> Iterator[Record]:
+    """The records of cells that are not sampled."""
+    for each in cells:
+        case = make_case(each.cell.problem)
+        yield prepare(each, reference(case), context, references) or each.record(context)
 
 
 def _parts(cells: Sequence[Cell], context: RunContext) -> list[list[Cell]]:
