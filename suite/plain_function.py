@@ -145,7 +145,7 @@ class _Probe:
         out = np.asarray(self.function(*inputs, **{**self.always, **keywords, **arrays}), np.float64)
         layout = given if isinstance(given, Layout) else Layout()
         terms = given if isinstance(given, Terms) else Terms()
-        first, second = oracle.forward(one, layout, *inputs, terms), oracle.forward(other, Layout(), *inputs)
+        first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
 
     def can(self, *question: Any) -> bool:
