@@ -19,6 +19,7 @@ from .regressions import parse_limits as parse_limits
 from .render import render as render
 from .render import stands_alone as stands_alone
 from .timeline import draw_profiles as draw_profiles
+from .trend import by_machine as by_machine
 from .trend import trend_page as trend_page
 
 __getattr__ = submodules_of(__name__)

@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.record import Record
+from attnsuite.suite.record import MACHINE_KIND, Record
 from attnsuite.suite.reportable import label, same_problem, shows_speed, standard_of
-from attnsuite.suite.trend import Entry
+from attnsuite.suite.store import parse_records, records_path
 
 from . import cases, environment
 from .formatting import escape, number, plural
@@ -29,6 +30,40 @@ from .table import MILLI, Column, table
 LASTS = 3  # runs that a level lasts at least
 LEAST_NOISE = 0.01  # of a value, between neighbouring runs: few runs can look steadier than a machine is
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A run: its directory and its records."""
+
+    directory: Path
+    records: tuple[Record, ...]
+
+    @property
+    def started(self) -> str:
+        """When its first cell was started, ISO 8601."""
+        return min(record.started for record in self.records)
+
+
+def by_machine(directories: Sequence[Path]) -> list[list[Entry]]:
+    """The runs of each machine, the first started first; a run that is given twice counts once.
+
+    Machines are told apart by their device's name and by the facts by which two are of one kind. Raises InputError for
+    a directory without records, and for a run that has cells of several machines.
+    """
+    runs: dict[tuple[object, ...], dict[tuple[str, ...], Entry]] = {}
+    for directory in directories:
+        records = parse_records(records_path(directory))[0]
+        if not records:
+            raise InputError(f"{directory} holds no whole record; leave it out.")
+        machines = {(r.target, *(r.environment.get(name) for name in MACHINE_KIND)) for r in records}
+        if len(machines) > 1:
+            raise InputError(f"{directory} has cells of {len(machines)} machines; give runs of one machine each.")
+        same = tuple(f"{record.key} {record.started}" for record in records)
+        runs.setdefault(machines.pop(), {})[same] = Entry(directory, records)
+    if not runs:
+        raise InputError("--trend needs the directories of runs, such as runs/*.")
+    return [sorted(found.values(), key=lambda run: (run.started, run.directory.name)) for found in runs.values()]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def _lines(texts: dict[str, str]) -> list[str]:
     for name in (part + RECORDS for part in _PARTS if part + RECORDS in texts):
         *lines, tail = texts[name].split("\n")
         if tail or not lines:
-            raise _RefusedError(f"its {name} is cut off")
+            raise ValueError(f"its {name} is cut off")
         found += lines
     return found
 
@@ -161,60 +161,56 @@ def verified(path: Path) -> Bundle:
     return Bundle(texts, records[: texts[RECORDS].count("\n")])
 
 
-class _RefusedError(ValueError):
-    """Why a bundle is refused."""
-
-
 def _hashed(texts: dict[str, str]) -> tuple[Head, list[str]]:
     """The head and the lines of the records, after their hashes were compared. Raises ValueError."""
     try:
         head = typed.convert(typed.parse_json(texts[HEAD].encode()), Head)
     except ValueError as error:
-        raise _RefusedError(f"its {HEAD} is damaged ({error})") from error
+        raise ValueError(f"its {HEAD} is damaged ({error})") from error
     if head.schema != SCHEMA:
-        raise _RefusedError(f"it has schema {head.schema}, and this version reads {SCHEMA}")
+        raise ValueError(f"it has schema {head.schema}, and this version reads {SCHEMA}")
     lines = _lines(texts)
     if len(lines) != head.records:
-        raise _RefusedError(f"it says {head.records} records and has {len(lines)}; some were added or removed")
+        raise ValueError(f"it says {head.records} records and has {len(lines)}; some were added or removed")
     if _chain(lines) != head.chain:
-        raise _RefusedError("a record was edited, or the records were reordered")
+        raise ValueError("a record was edited, or the records were reordered")
     digests = {name: _sha256(text) for name, text in texts.items() if name != HEAD}
     if digests != head.sha256:
         edited = [name for name in digests if digests[name] != head.sha256.get(name)]
-        raise _RefusedError(f"its {', '.join(edited) or HEAD} was edited")
+        raise ValueError(f"its {', '.join(edited) or HEAD} was edited")
     return head, lines
 
 
 def _whole(records: Sequence[Record], head: Head) -> None:
     """Raises ValueError where the records contradict each other, the head or themselves."""
     if len({record.key for record in records}) != len(records):
-        raise _RefusedError("two records have one key")
+        raise ValueError("two records have one key")
     for record in records:
         found = record.environment.get("source"), dict(record.environment.get("versions", {}))
         if found != (head.source, head.versions):
-            raise _RefusedError(f"{record.key} is of other versions than the bundle")
+            raise ValueError(f"{record.key} is of other versions than the bundle")
     if (why := next(contradictions(records), None)) is not None:
-        raise _RefusedError(why)
+        raise ValueError(why)
 
 
 def _members(path: Path) -> dict[str, str]:
     """The texts of the four files. Raises ValueError for anything else that a zip can hold."""
     if path.stat().st_size > _LARGEST_FILE:
-        raise _RefusedError(f"it has more than {_LARGEST_FILE >> 20} MiB")
+        raise ValueError(f"it has more than {_LARGEST_FILE >> 20} MiB")
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
         named = [info.filename for info in infos]
         if len(set(named)) != len(named) or not _NEEDED <= set(named) <= _MEMBERS:
             found = ", ".join(repr(name[:60]) for name in named[:7])
-            raise _RefusedError(f"it holds {found or 'nothing'}; a bundle holds {', '.join(sorted(_NEEDED))}")
+            raise ValueError(f"it holds {found or 'nothing'}; a bundle holds {', '.join(sorted(_NEEDED))}")
         left, texts = _LARGEST, {}
         for info in infos:
             if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG) or info.flag_bits & 1:
-                raise _RefusedError(f"its {info.filename} is no plain file")
+                raise ValueError(f"its {info.filename} is no plain file")
             with archive.open(info) as member:  # what the zip says of sizes is not believed
                 data = member.read(left + 1)
             if len(data) > left:
-                raise _RefusedError(f"it holds more than {_LARGEST >> 20} MiB")
+                raise ValueError(f"it holds more than {_LARGEST >> 20} MiB")
             left -= len(data)
             texts[info.filename] = data.decode()
     return texts

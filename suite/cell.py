@@ -116,18 +116,32 @@ class Prepared:
     named: Callable[[Any], Mapping[str, Any]] | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Process:
+    """Another process: ``ask(function, *arguments)`` gives a result there; it may write in ``folder()``."""
+
+    ask: Callable[..., Any]
+    folder: Callable[[], Path]
+    close: Callable[[], None]
+    is_confined: bool
+
+
+Start = Callable[[int | None], Process]  # of so many threads; None: all
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
     """The inputs of a cell's process: its memory limit in bytes, the text to read, and the .npz that judges it.
 
     ``reference`` is None where another process judges. ``resident`` are the bytes of the process before the code of the
-    row was loaded, where that is code of the user.
+    row was loaded, where that is code of the user. ``start`` makes one more process.
     """
 
     reference: Path | None
     memory_limit: int
     text: TextFile | None = None
     resident: int | None = None
+    start: Start | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

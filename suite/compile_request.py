@@ -49,13 +49,12 @@ def compile_request(flags: Any, out: Path, limits: Limits, command: tuple[str, .
     if flags.schedule and flags.model is not None:
         raise InputError("--schedule is about attention calls; leave out --model.")
     cells = _cells(flags)
-    searches, batch_searches = _searches(flags, cells)
+    searches = _searches(flags, cells)
     backends = names() if flags.backends is None else names_of(flags.backends, "--backends")
     kernels = () if flags.kernel is None else names_of(flags.kernel, "--kernel")
     return CompileGrid(
         cases=(*_ops(flags), *cells),
         searches=searches,
-        batch_searches=batch_searches,
         backends=tuple(map(known_row, backends)),
         targets=tuple(map(_known_target, names_of(flags.targets or ",".join(topologies.KINDS), "--targets"))),
         out=out,
@@ -106,11 +105,12 @@ def _cells(flags: Any) -> tuple[ModelCase, ...]:
     )
 
 
-def _searches(flags: Any, cells: tuple[ModelCase, ...]) -> tuple[tuple[ModelCase, ...], tuple[ModelCase, ...]]:
-    """Cases whose longest length is to be searched, and those of ``cells`` whose largest batch is."""
+def _searches(flags: Any, cells: tuple[ModelCase, ...]) -> tuple[tuple[str, ModelCase], ...]:
+    """Cases whose longest length is to be searched, and those of ``cells`` whose largest batch is, if it is."""
     asked = names_of(flags.longest, "--longest") if flags.longest is not None else ()
     phases = [name for name in asked if name != _BATCH]
-    return _bases(phases, flags) if phases else (), cells if _BATCH in asked else ()
+    lengths = [("sequence", base) for base in (_bases(phases, flags) if phases else ())]
+    return (*lengths, *(("batch", cell) for cell in cells if _BATCH in asked))
 
 
 def _bases(phases: Sequence[str], flags: Any) -> tuple[ModelCase, ...]:
@@ -177,7 +177,6 @@ def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid 
     words = ("--suite", "quick", "--cases", ",".join(case.name for case in cases), "--backends", ",".join(rows))
     return CompileGrid(
         cases=cases,
-        searches=(),
         backends=rows,
         targets=(target,),
         out=out,

@@ -24,7 +24,7 @@ from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_rol
 from .errors import CellFailure, InputError
 from .grid import folders, work
 from .grid.execute import execute
-from .grid.executors import side_by_side
+from .grid.executors import Lane, side_by_side
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Restarting, Worker
@@ -46,21 +46,19 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 SEARCH_LENGTHS = (768, 896, *(2**power * quarter // 4 for power in range(10, 17) for quarter in range(4, 8)), 2**17)
 SEARCH_BATCHES = (1, 2, 3, *(2**power * quarter // 4 for power in range(2, 9) for quarter in range(4, 8)))
 SEARCH_STEPS = 5
+_SIZES = {"sequence": SEARCH_LENGTHS, "batch": SEARCH_BATCHES}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompileGrid(Grid):
     """What to compile, checked.
 
-    Each of ``searches`` is a model case whose longest length that fits is searched, and each of ``batch_searches`` one
-    whose largest batch is. With ``schedule`` the schedules of Pallas kernels are read, or their launches, too.
+    Each of ``searches`` is a field, ``sequence`` or ``batch``, and a model case: the field's largest value that fits is
+    searched. With ``schedule`` the schedules of Pallas kernels are read, or their launches, too.
     """
 
     suite: str = SUITE
-    cases: tuple[OpCase | ModelCase, ...]
-    searches: tuple[ModelCase, ...]
-    batch_searches: tuple[ModelCase, ...] = ()
-    backends: tuple[str, ...]
+    searches: tuple[tuple[str, ModelCase], ...] = ()
     targets: tuple[Target, ...]
     cache: Path
     command: tuple[str, ...]
@@ -70,7 +68,7 @@ class CompileGrid(Grid):
     @property
     def searched(self) -> int:
         """The most sizes that the searches try."""
-        return SEARCH_STEPS * (len(self.searches) + len(self.batch_searches)) * len(self.backends) * len(self.targets)
+        return SEARCH_STEPS * len(self.searches) * len(self.backends) * len(self.targets)
 
     def look(self) -> tuple[Environment, list[Cell]]:
         """What this machine is, and the cells without the searches, those of a target together."""
@@ -88,15 +86,14 @@ class CompileGrid(Grid):
         return dataclasses.replace(
             Grid.manifest(self, environment, cells),
             targets=tuple(str(target) for target in self.targets),
-            backends=self.backends,
-            cases=tuple(problem_of(case) for case in self.cases),
-            searches=tuple(problem_of(case) for case in (*self.searches, *self.batch_searches)),
+            searches=tuple(problem_of(case) for _, case in self.searches),
             command=self.command,
         )
 
     def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
         """The record of each cell; each target has a process."""
-        lanes = [_Compiler(target, cells, self, context) for target in self.targets]
+        compilers = [_Compiler(target, cells, self, context) for target in self.targets]
+        lanes = [Lane(each.records(), each.stop) for each in compilers]
         for record in side_by_side(lanes, processes()):  # an answer that was kept may be of another node
             yield dataclasses.replace(record, environment={**context.environment, **record.environment})
 
@@ -111,7 +108,7 @@ def compile_all(grid: CompileGrid, watcher: GridWatcher, fleet: FleetRequest | N
     if fleet is not None:
         if own := [name for name in grid.backends if is_reference(name)]:
             raise InputError(f"{own[0]} is a file of this machine alone; leave out --executor.")
-        if grid.searches or grid.batch_searches:
+        if grid.searches:
             raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
     execute(grid, watcher, fleet)
 
@@ -173,14 +170,11 @@ class _Compiler:
         """Every cell once: the cases in order, then the sizes that the searches try."""
         for cell in self._cells:
             yield from self._once(cell)
-        for case in self._request.searches:
-            for backend in self._request.backends:
-                yield from self._search(case, backend, "sequence", SEARCH_LENGTHS)
-        for case in self._request.batch_searches:
+        for field, case in self._request.searches:
             # A batch that the chips of a slice cannot share would be refused.
-            each = slices.shares(case, self._target)[1]
+            each = slices.shares(case, self._target)[1] if field == "batch" else 1
             for backend in self._request.backends:
-                yield from self._search(case, backend, "batch", [each * batch for batch in SEARCH_BATCHES])
+                yield from self._search(case, backend, field, [each * size for size in _SIZES[field]])
 
     def stop(self) -> None:
         """End the process, and skip all remaining cells."""

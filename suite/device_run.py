@@ -104,11 +104,11 @@ def _resumed(backends: Sequence[str] | None, cases: str | None, out: Path, limit
 def _taken(found: dict, platform: str) -> list[str]:
     """The backends to run, the one that matters most here first. Raises InputError."""
     if platform == "cpu":
-        return [*DEVICE.backends()]
+        return [*DEVICE.default_backends()]
     native = [
         backend["name"]
         for backend in found["backends"]
-        if backend["name"] in DEVICE.backends()
+        if backend["name"] in DEVICE.default_backends()
         and any(problem["mode"] == "native" for problem in backend["problems"].values())
     ]
     if not native:

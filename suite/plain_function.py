@@ -145,7 +145,7 @@ class _Probe:
         out = np.asarray(self.function(*inputs, **{**self.always, **keywords, **arrays}), np.float64)
         layout = given if isinstance(given, Layout) else Layout()
         terms = given if isinstance(given, Terms) else Terms()
-        first, second = oracle.forward(one, layout, *inputs, terms), oracle.forward(other, Layout(), *inputs)
+        first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
 
     def can(self, *question: Any) -> bool:
@@ -164,19 +164,12 @@ class _Probe:
             return False
 
 
-def _inputs(spec: AttentionSpec) -> tuple[Any, Any, Any]:
+def _inputs(spec: AttentionSpec) -> tuple[Any, ...]:
     import jax  # noqa: PLC0415 (the command line starts without it)
-    import jax.numpy as jnp  # noqa: PLC0415 (as above)
 
-    rng = np.random.default_rng(0)
-    q, k, s = spec.query_length, spec.num_kv_heads, spec.key_value_length
-    shapes = (
-        (1, q, spec.num_heads, spec.head_dim),
-        (1, s, k, spec.head_dim),
-        (1, s, k, spec.value_head_dim or spec.head_dim),
-    )
-    query, key, value = (jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(spec.dtype))) for shape in shapes)
-    return query, key, value
+    from attnsuite.testing import problems  # noqa: PLC0415 (only a function of a user's needs it)
+
+    return jax.device_put(problems.drawn(spec)[:3])
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:

@@ -178,12 +178,11 @@ class TextIdentity:
 class Manifest:
     """The identity of a run: it can be resumed only where all fields but ``file`` are the same.
 
-    ``verb`` is what listed the cells: run, compile, tune, or a suite of ``attnsuite run`` that lists its own. ``asked``
-    holds the flags of the command line that say what is computed, of ``run`` those of extensions. Of ``run``:
-    ``checkpoint`` holds the flags about a checkpoint that the cases were made with, ``file`` is the path of the suite's
-    file as it was given, ``cells`` the number of cells of all cases, and ``shard`` is ``i/n`` where the cases are the
-    i-th of n parts of those that were asked for. Of ``compile``: ``targets``, the cases of ``searches``, and the
-    ``command``.
+    ``verb`` is what listed the cells: run, compile or tune. ``asked`` holds the flags of the command line that say what
+    is computed, of ``run`` those of extensions. Of ``run``: ``checkpoint`` holds the flags about a checkpoint that the
+    cases were made with, ``file`` is the path of the suite's file as it was given, ``cells`` the number of cells of all
+    cases, and ``shard`` is ``i/n`` where the cases are the i-th of n parts of those that were asked for. Of
+    ``compile``: ``targets``, the cases of ``searches``, and the ``command``.
     """
 
     verb: str = "run"

@@ -22,6 +22,7 @@ from attnsuite.backends import Takes, from_function, masks, registry
 from attnsuite.backends.function import FunctionBackend
 from attnsuite.testing.cases import leaning
 
+from .cell import Process, Start
 from .errors import CellFailure
 from .measure import arrays
 from .user_function import description, register_functions
@@ -35,17 +36,8 @@ class SubprocessFunctionError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Process:
-    """Another process: ``ask(function, *arguments)`` gives a result there; it may write in ``folder()``."""
-
-    ask: Callable[..., Any]
-    folder: Callable[[], Path]
-    is_confined: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SubprocessFunction:
-    """The function ``reference`` in its ``process``; ``start`` makes a process of so many threads (None: all).
+    """The function ``reference`` in its ``process``.
 
     ``description`` is what was found out of a plain function; empty where it declared what it takes.
     """
@@ -53,7 +45,6 @@ class SubprocessFunction:
     reference: str
     process: Process
     description: str
-    start: Callable[[int | None], Process]
 
     def __call__(self, query: Any, key: Any, value: Any, **keywords: Any) -> Any:
         """The output, whose gradients are computed there too."""
@@ -70,10 +61,6 @@ class SubprocessFunction:
 
         call.defvjp(lambda inputs: (call(inputs), inputs), pulled)
         return call(inputs)
-
-    def anew(self, threads: int | None) -> SubprocessFunction:
-        """The function in a new process, with that number of threads."""
-        return dataclasses.replace(self, process=self.start(threads))
 
     def _called(
         self, function: Callable[..., Any], settings: dict[str, Any], shapes: Mapping[str, Any], inputs: dict[str, Any]
@@ -101,14 +88,14 @@ class SubprocessFunction:
             raise SubprocessFunctionError(failure.message) from failure
 
 
-def register_in_subprocess(reference: str, start: Callable[[int | None], Process]) -> None:
+def register_in_subprocess(reference: str, start: Start) -> None:
     """Register the function under its name, in a process that ``start`` makes. Raises InputError."""
     if reference in registry.names():
         return
     process = start(None)
     found = msgspec.convert(process.ask(found_out, reference), _Found)
     takes = Takes(features=frozenset(found.features), dtypes=found.dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
-    function = SubprocessFunction(reference, process, found.description, start)
+    function = SubprocessFunction(reference, process, found.description)
     registry.register(from_function(function, takes=takes, name=reference, exact=found.exact))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from . import typed
 from .cell import Case
 from .errors import InputError
+from .flag_values import known_backend
 from .kinds import make_case
 from .peers import PEERS
 
@@ -30,12 +31,13 @@ class SuiteFile:
     """The content of a suite file.
 
     Each ``case`` is a table with the keys of its kind, in which a list stands for a sweep.
-    ``peers`` are measured beside the backends. With ``all_cores`` each backend on a CPU is also measured with one
-    device per core. With ``exact_only`` approximate backends are measured only where they are asked for. Without
-    ``name`` the suite is named after the file.
+    ``backends`` are measured unless others are asked for; without it all are. ``peers`` are measured beside the
+    backends. With ``all_cores`` each backend on a CPU is also measured with one device per core. With ``exact_only``
+    approximate backends are measured only where they are asked for. Without ``name`` the suite is named after the file.
     """
 
     name: str | None = None
+    backends: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     all_cores: bool = False
     exact_only: bool = False
@@ -44,6 +46,11 @@ class SuiteFile:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.peers if name not in PEERS]:
             raise InputError(f"peers: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
+        for name in self.backends:
+            try:
+                known_backend(name)
+            except InputError as error:
+                raise InputError(f"backends: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

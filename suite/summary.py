@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from .kinds import kind_of
 from .record import Record
 from .reportable import Speed, baseline_of, shows_memory, shows_speed, speed_of, standard_of, times_of
 from .statistics import Interval, median
@@ -22,13 +22,8 @@ def record_line(record: Record) -> Text:
     )
     if shows_speed(record):
         line.append(f"  {format_seconds(median(times_of(record)))}")
-    elif "recall" in record.quality:
-        line.append(f"  recall {record.quality['recall']:.3f}")
-    elif "bits_per_byte" in record.quality:
-        line.append(f"  {record.quality['bits_per_byte']:.4f} bits/byte, KL {record.quality['kl_mean']:.1e}")
-    if losses := getattr(record.facts, "losses", ()):
-        first, last = (math.nan if loss is None else loss for loss in (losses[0], losses[-1]))
-        line.append(f"  {first:.3f} -> {last:.6f} nats")
+    elif found := kind_of(record.kind).result(record):
+        line.append(f"  {', '.join(found)}")
     if "target_memory" in record.environment:  # compiled for a device that is not here
         line.append(f" / {record.target}")
     if (peak := record.memory.get("compiled_peak")) is not None:
@@ -117,11 +112,8 @@ def _name(record: Record) -> str:
 
 
 def _result(record: Record) -> str:
-    if "recall" in record.quality:
-        return f"recall {record.quality['recall']:.3f}"
-    if "bits_per_byte" in record.quality:
-        return f"{record.quality['bits_per_byte']:.4f} bits/byte"
-    return "interpreted" if (record.status, record.mode) == ("ok", "interpret") else record.status
+    other = "interpreted" if (record.status, record.mode) == ("ok", "interpret") else record.status
+    return next(iter(kind_of(record.kind).result(record)), other)
 
 
 def _megabytes(size: int | None) -> str:

@@ -76,8 +76,6 @@ class TuneGrid(Grid):
     """
 
     suite: str = SUITE
-    backends: tuple[str, ...]
-    cases: tuple[OpCase, ...]
     target: Target | None
     command: str
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,10 +88,8 @@ class TuneGrid(Grid):
         return found, [cell_of(case, name, target, self) for case in self.cases for name in self.backends]
 
     def asked(self) -> dict[str, Scalar]:
-        """The flags of the command line, but for the target."""
-        flags: dict[str, Scalar] = {"backends": ",".join(self.backends)}
-        flags |= {"cases": ",".join(case.name for case in self.cases)}
-        return flags | ({"options": json.dumps(dict(self.fixed), sort_keys=True)} if self.fixed else {})
+        """The options that are fixed."""
+        return {"options": json.dumps(dict(self.fixed), sort_keys=True)} if self.fixed else {}
 
     def manifest(self, environment: Environment, cells: int) -> Manifest:
         """The identity of the grid, with the target that is tuned for."""

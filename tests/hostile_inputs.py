@@ -56,8 +56,8 @@ COMPILED = {"suite": "compile", "targets": ["tpu:v5e"], "backends": ["chunked"],
             "command": ["attnsuite", "compile"]}  # fmt: skip
 ALONE = ("sharded", "training-cpu-intel-xeon")  # published records whose pages stand alone
 BEGUN = {
-    "verb": "curves",
-    "asked": {"preset": "tiny", "backends": "chunked", "steps": 2, "interpreted_steps": 2},
+    "verb": "tune",
+    "asked": {"target": "here", "backends": "chunked", "cases": "decode-*", "minutes": 2},
     **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")},
 }
 _CASES_OF_A_KIND = 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attnsuite.suite import kinds
 from attnsuite.suite.compile.occupancy import WARPS, occupancy
@@ -109,22 +108,22 @@ def build(run: Run) -> Page:
 
 def in_short(content: Content) -> Iterator[Section]:
     """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
-    bounds = (*_sentences(_lengths(content.models), "lengths"), *_sentences(_batches(content.models), "batches"))
-    found = (*bounds, *content.unsupported())
-    yield Section("in_short", "In short", (_counts(content.records),), found)
+    tried = (("sequence", "lengths"), ("batch", "batches"))
+    bounds = [said for field, sizes in tried for said in _sentences(_tried(content.models, field), sizes)]
+    yield Section("in_short", "In short", (_counts(content.records),), (*bounds, *content.unsupported()))
 
 
 def longest(content: Content) -> Iterator[Section]:
     """The longest sequence that fits, and the shortest that does not."""
     phrase = "longest sequence of this page that fits / the shortest"
-    yield from _bounds_section("longest", "Up to which length", phrase, _lengths(content.models), content)
+    yield from _bounds_section("longest", "Up to which length", phrase, _tried(content.models, "sequence"), content)
 
 
 def largest(content: Content) -> Iterator[Section]:
     """The largest batch that fits, and the smallest that does not."""
     phrase = "largest batch of this page that fits / the smallest"
     slices = " On a slice the batch is that of all chips."
-    yield from _bounds_section("largest", "Up to which batch", phrase, _batches(content.models), content, slices)
+    yield from _bounds_section("largest", "Up to which batch", phrase, _tried(content.models, "batch"), content, slices)
 
 
 def _bounds_section(
@@ -250,35 +249,21 @@ def _size(size: int) -> str:
 Found = dict[tuple[str, str, str], tuple[int | None, int | None]]
 
 
-def _lengths(records: Sequence[Record]) -> Found:
-    """The longest sequence that fits, the shortest that does not; where several lengths were tried."""
-    lengths = _tried(records, "sequence")
-    return _bounds({key: tried for key, tried in lengths.items() if len(tried) > 1}, "sequence")
+def _tried(records: Iterable[Record], field: str) -> Found:
+    """The largest value of ``field`` that fits, and the smallest that does not, where several were tried.
 
-
-def _batches(records: Sequence[Record]) -> Found:
-    """The largest batch that fits, the smallest that does not; where several batches were tried."""
-    return _bounds({key: tried for key, tried in _tried(records, "batch").items() if len(tried) > 1}, "batch")
-
-
-def _tried(records: Iterable[Record], field: str) -> dict[tuple[str, str, str], list[Record]]:
-    """(model and what it does, without ``field``; backend; target) -> the records that fit and those that do not."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+    By the model and what it does (without the field), the backend and the target.
+    """
+    sizes: dict[tuple[str, str, str], tuple[list[int], list[int]]] = {}
     for record in records:
-        if verdict(record) in ("fits", "no fit") and isinstance(record.problem.get(field), int):
+        size = record.problem.get(field)
+        if verdict(record) in ("fits", "no fit") and isinstance(size, int):
             problem = {name: value for name, value in record.problem.items() if name != field}
             what = f"{kinds.title_of(record.kind)}, {cases.describe(record.kind, problem)}"
-            groups.setdefault((what, record.requested, record.target), []).append(record)
-    return groups
-
-
-def _bounds(groups: Mapping[tuple[str, str, str], Sequence[Record]], field: str) -> Found:
-    found: Found = {}
-    for key, tried in groups.items():
-        sizes: list[tuple[Any, bool]] = [(record.problem[field], verdict(record) == "fits") for record in tried]
-        fit, not_fit = [size for size, fits in sizes if fits], [size for size, fits in sizes if not fits]
-        found[key] = (max(fit, default=None), min(not_fit, default=None))
-    return found
+            tried = sizes.setdefault((what, record.requested, record.target), ([], []))
+            tried[verdict(record) == "no fit"].append(size)
+    several = {key: tried for key, tried in sizes.items() if sum(map(len, tried)) > 1}
+    return {key: (max(fit, default=None), min(not_fit, default=None)) for key, (fit, not_fit) in several.items()}
 
 
 def _sentences(found: Found, sizes: str) -> Iterator[str]:

@@ -7,7 +7,6 @@
   cores.
 - :func:`one_after_another` runs cells that are neither timed nor weighed in one shared process, in several joined ones,
   or on a GPU in several that share the cases.
-- :func:`here` runs such cells in the present process.
 - :func:`side_by_side` runs several lanes of cells at once, for example one per target of a compiler.
 
 A cell that fails, hangs or dies becomes a record, and the others go on.
@@ -23,12 +22,11 @@ import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from attnsuite.backends.devices import usable_cores
 
-from .. import peers
-from ..cell import Case, Cell, Means, Outcome
+from .. import host_devices, peers
+from ..cell import Case, Cell, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
 from ..record import Record
@@ -53,7 +51,7 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
             mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_in_subprocess) for mode in modes
         }
         lanes = [
-            _Interpreted(each, judged_by["interpret"], context, references)
+            Lane(_records([each], lambda _: judged_by["interpret"], context, references), each.worker.close)
             for each in running
             if each.cell.mode == "interpret"
         ]
@@ -74,7 +72,8 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
 def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed.
 
-    On a GPU cases that share a process are dealt to several (:func:`_parts`).
+    Cells on several devices have a process beside the others. On a GPU cases that share a process are dealt to several
+    (:func:`_parts`).
     """
 
     @functools.cache
@@ -82,47 +81,35 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         return _reference(case, "native", references)
 
-    def joined(cell: Cell) -> tuple[int, int] | None:
-        return kind_of(cell.kind).processes(make_case(cell.problem))
+    def places(cell: Cell) -> tuple[tuple[int, int] | None, int]:
+        return kind_of(cell.kind).processes(make_case(cell.problem)), cell.devices
 
-    for found, members in itertools.groupby(cells, key=joined):
-        count = found[0] if found else 1
-        start = functools.partial(Worker if found is None else Joined, context.limits.memory // count, *(found or ()))
-        lanes = [_Shared(part, Restarting(start), reference, context) for part in _parts(list(members), context)]
+    for (joined, devices), members in itertools.groupby(cells, key=places):
+        if joined is None:
+            start = functools.partial(Worker, context.limits.memory, host_devices.variables(devices))
+        else:
+            start = functools.partial(Joined, context.limits.memory // joined[0], *joined)
+        parts = [(part, Restarting(start)) for part in _parts(list(members), context)]
+        lanes = [
+            Lane(_records(map(functools.partial(Running, worker=process), part), reference, context), process.stop)
+            for part, process in parts
+        ]
         if len(lanes) > 1:
             yield from side_by_side(lanes, len(lanes))
             continue
-        with contextlib.closing(lanes[0].process):
-            yield from lanes[0].records()
+        with contextlib.closing(parts[0][1]):
+            yield from lanes[0].records
 
 
-def here(cells: Iterable[Cell], context: RunContext) -> Iterator[Record]:
-    """Runs cells in the present process, without a limit, one after the other."""
-    means = Means(reference=None, memory_limit=context.limits.memory, text=context.text)
-    for cell in cells:
-        if cell.mode is None:
-            yield refused(cell, context)
-            continue
-        context.watcher.doing(cell.case, cell.row, "computing")
-        each = Running(cell)
-        try:
-            with each.timed():
-                each.outcome = kind_of(cell.kind).prepare(cell, make_case(cell.problem), means).outcome
-        except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
-            each.outcome = Outcome(status="crashed", error=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        yield each.record(context)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lane:
+    """Cells that are computed one after the other, beside other lanes: ``records`` has each as it ends.
 
+    ``stop`` ends what is running, and skips the remaining cells. Another thread calls it, and once more at the end.
+    """
 
-class Lane(Protocol):
-    """Cells that are computed one after the other, beside other lanes."""
-
-    def records(self) -> Iterator[Record]:
-        """The record of each cell, as it ends."""
-        ...
-
-    def stop(self) -> None:
-        """End what is running, and skip the remaining cells. Called by another thread, and once more at the end."""
-        ...
+    records: Iterator[Record]
+    stop: Callable[[], None]
 
 
 def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
@@ -131,7 +118,7 @@ def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
 
     def work(lane: Lane) -> None:
         try:
-            for record in lane.records():
+            for record in lane.records:
                 found.put(record)
         except BaseException as error:  # noqa: BLE001 (raised again where the records are read)
             found.put(error)
@@ -177,38 +164,16 @@ def _variables(cell: Cell, references: References) -> Mapping[str, str]:
     return {**devices, **peer}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Interpreted:
-    """The lane of one cell that an interpreter runs."""
-
-    each: Running
-    reference: Path | CellFailure | InputError | None
-    context: RunContext
-    references: References
-
-    def records(self) -> Iterator[Record]:
-        yield prepare(self.each, self.reference, self.context, self.references) or self.each.record(self.context)
-
-    def stop(self) -> None:
-        self.each.worker.close()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Shared:
-    """The lane of cells that one process runs."""
-
-    cells: Sequence[Cell]
-    process: Restarting
-    reference: Callable[[Case], Path | CellFailure | InputError | None]
-    context: RunContext
-
-    def records(self) -> Iterator[Record]:
-        for cell in self.cells:
-            each = Running(cell, self.process)
-            yield prepare(each, self.reference(make_case(cell.problem)), self.context) or each.record(self.context)
-
-    def stop(self) -> None:
-        self.process.stop()
+def _records(
+    cells: Iterable[Running],
+    reference: Callable[[Case], Path | CellFailure | InputError | None],
+    context: RunContext,
+    references: References | None = None,
+) -> Iterator[Record]:
+    """The records of cells that are not sampled."""
+    for each in cells:
+        case = make_case(each.cell.problem)
+        yield prepare(each, reference(case), context, references) or each.record(context)
 
 
 def _parts(cells: Sequence[Cell], context: RunContext) -> list[list[Cell]]:

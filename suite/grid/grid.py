@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cell import Cell
+from ..kinds import problem_of
 from ..record import Environment, Record
 from ..store import Manifest
 from ..typed import Scalar
@@ -39,12 +40,15 @@ class Grid:
     """The cells of a verb, wherever they are computed. Data: nodes of a fleet get a copy.
 
     ``suite`` is what the records name as their suite, ``out`` the directory of the records. With ``resume`` the
-    directory holds a part of the grid already. ``limits`` are what a cell may use. ``text`` is what its cases read.
+    directory holds a part of the grid already. ``limits`` are what a cell may use. ``cases`` and ``backends`` are what
+    was asked for. ``text`` is what the cases read.
     """
 
     suite: str
     out: Path
     limits: Limits
+    cases: tuple[Any, ...] = ()
+    backends: tuple[str, ...] = ()
     resume: bool = False
     text: TextFile | None = None
 
@@ -58,15 +62,17 @@ class Grid:
         raise NotImplementedError
 
     def asked(self) -> dict[str, Scalar]:
-        """The flags of the command line that say what is computed."""
+        """The flags of the command line that say what is computed, beside cases and backends."""
         return {}
 
     def manifest(self, environment: Environment, cells: int) -> Manifest:
-        """The identity of the grid, which has so many cells: the flags, and the machine."""
+        """The identity of the grid, which has so many cells: what was asked for, and the machine."""
         return Manifest(
             verb=self.suite,
             suite=self.suite,
             asked=self.asked(),
+            cases=tuple(map(problem_of, self.cases)),
+            backends=self.backends,
             target=environment.get("target", ""),
             versions=environment.get("versions", {}),
             source=environment.get("source", ""),

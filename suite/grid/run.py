@@ -19,7 +19,7 @@ from .. import files, typed
 from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, jax_does_not_start
 from ..flag_values import names_of
-from ..kinds import extensions, kind_of, make_case, problem_of, with_flags
+from ..kinds import extensions, kind_of, make_case, with_flags
 from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
@@ -56,8 +56,6 @@ class RunGrid(Grid):
     those of extensions. With ``busy`` a GPU that others use is taken.
     """
 
-    cases: tuple[Case, ...]
-    backends: tuple[str, ...]
     all_cores: bool = False
     flags: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
     checkpoint: ModelSuiteFlags | None = None
@@ -89,8 +87,6 @@ class RunGrid(Grid):
         return dataclasses.replace(
             Grid.manifest(self, environment, cells),
             verb="run",
-            cases=tuple(problem_of(case) for case in self.cases),
-            backends=self.backends,
             all_cores=self.all_cores,
             checkpoint=None if self.checkpoint is None else self.checkpoint.as_json(),
             text=None if self.text is None else _text_identity(self.text),
@@ -169,9 +165,10 @@ def resumed_request(
     manifest = read_manifest(out)
     if manifest.verb == "compile":
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
+    if manifest.verb == "tune":
+        raise InputError(f"{out} holds what attnsuite tune wrote; go on with attnsuite tune --resume --out {out}.")
     if manifest.verb != "run":
-        command = f"attnsuite {manifest.verb if manifest.verb == 'tune' else f'run --suite {manifest.verb}'}"
-        raise InputError(f"{out} holds what {command} wrote; go on with {command} --resume --out {out}.")
+        raise InputError(f"the run in {out} was written by another version (verb {manifest.verb}); start a new one.")
     if yours := [name for name in manifest.backends if is_reference(name)]:
         raise InputError(
             f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."
@@ -326,7 +323,7 @@ def _text_identity(text: TextFile) -> TextIdentity:
 def _rows(suite: Suite) -> tuple[str, ...]:
     """The rows measured by default: backends, the suite's peers, and the rows that only a case's kind knows."""
     extra = [kind_of(case.kind).rows(case) for case in suite.cases]
-    rows = [*suite.backends(), *suite.peers] if not all(extra) else []
+    rows = [*suite.default_backends(), *suite.peers] if not all(extra) else []
     return tuple(dict.fromkeys([*rows, *(row for each in extra for row in each)]))
 
 

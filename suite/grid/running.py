@@ -192,8 +192,9 @@ def prepare(
     apart = references is not None and kind_of(each.cell.kind).judges_in_subprocess
     given = None if apart else reference
     call = (work.prepare, each.cell, given, context.limits.memory, context.text, isinstance(each.worker, Turn))
+    seconds = context.limits.seconds * kind_of(each.cell.kind).patience(make_case(each.cell.problem))
     try:
-        answer = each.ask(context.limits.seconds, *call)
+        answer = each.ask(seconds, *call)
         each.outcome, each.names_outputs = outcome_of(answer["outcome"]), answer["named"]
         if reference is not None and references is not None and apart:
             _judge(each, reference, context, references)

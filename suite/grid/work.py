@@ -16,14 +16,14 @@ import psutil
 
 from attnsuite.backends import Target, registry
 
-from ..cell import Case, Cell, Means, Outcome, Prepared
+from ..cell import Case, Cell, Means, Outcome, Prepared, Process
 from ..errors import CellFailure
 from ..kinds import kind_of, make_case
 from ..measure import accelerator, arrays, machine, memory, placement, speed
 from ..measure.fresh import Draw
 from ..measure.profile import profile
 from ..record import Machine, TensorError
-from ..subprocess_function import Process, register_in_subprocess, subprocess_function_of
+from ..subprocess_function import register_in_subprocess, subprocess_function_of
 from ..user_function import files_of, is_reference, register_functions
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def prepare(
     is_own = is_reference(cell.row)
     resident = psutil.Process().memory_info().rss if is_own else None
     before = memory.device_statistics() if shared else None
-    kind = kind_of(cell.kind)
+    kind, start = kind_of(cell.kind), functools.partial(subprocess, cell.row)
     if is_own and kind.calls_in_subprocess and not here.startswith("tpu"):  # a TPU admits one process
-        register_in_subprocess(cell.row, functools.partial(_subprocess, cell.row))
+        register_in_subprocess(cell.row, start)
     else:
         register_functions([cell.row])
-    means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident)
+    means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident, start=start)
     prepared = _PREPARED[cell.key] = kind.prepare(cell, make_case(cell.problem), means)
     outcome = prepared.outcome
     function = subprocess_function_of(registry.get(cell.row)) if is_own else None
@@ -68,8 +68,8 @@ def prepare(
     return {"outcome": outcome, "named": prepared.named is not None}
 
 
-def _subprocess(reference: str, threads: int | None) -> Process:
-    """A process for a function of the user, which ends with this one."""
+def subprocess(row: str, threads: int | None) -> Process:
+    """A process for a backend, or for a function of the user, which ends with this one at the latest."""
     from .process import Worker  # noqa: PLC0415 (it asks for the functions of this module)
 
     started: list[Worker] = []
@@ -77,7 +77,7 @@ def _subprocess(reference: str, threads: int | None) -> Process:
     def worker() -> Worker:
         if not started or started[-1].closed:
             more = {} if threads is None else {"PJRT_NPROC": str(threads)}  # XLA's CPU client reads it
-            started.append(Worker(memory.machine_bytes(), more, files_of([reference])))
+            started.append(Worker(memory.machine_bytes(), more, files_of([row])))
             if threads is not None:
                 started[-1].ask(_APART_SECONDS, placement.bind, threads)
         return started[-1]
@@ -85,7 +85,10 @@ def _subprocess(reference: str, threads: int | None) -> Process:
     def ask(*call: Any) -> Any:
         return worker().ask(_APART_SECONDS, *call)
 
-    return Process(ask, lambda: worker().folder, ask(confined))
+    def close() -> None:
+        started[-1].close()
+
+    return Process(ask, lambda: worker().folder, close, ask(confined))
 
 
 def confined() -> bool:

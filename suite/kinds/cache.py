@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import judge
-from .kind import Kind, Least, Long, cell, check_fields, model_word, name_case
+from .kind import LOSS, Kind, Least, Long, cell, check_fields, model_word, name_case
 
 # Each row with the dtype of its cache. The control gives prefilled slots the scales of others.
 DTYPES = {
@@ -48,6 +48,7 @@ class Cache(Kind):
 
     titles: ClassVar = {"cache_text": "cache, text"}
     case: ClassVar = CacheCase
+    results: ClassVar = LOSS
     shares_process: ClassVar = True
 
     def rows(self, case: CacheCase) -> tuple[str, ...]:

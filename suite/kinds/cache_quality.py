@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from attnsuite.models import KVCache, TextFile, Transformer
@@ -13,10 +12,10 @@ from attnsuite.models.cache import Quantised, Slots
 
 from ..cell import Outcome
 from ..measure.judge import as_model_error
-from ..measure.text import unigram_bits
+from ..record import TensorError
 from .cache import CONTROL, DTYPES, CacheCase
 from .model_program import model_config, open_model
-from .quality import HeldOut, compared, figures_of, read_text
+from .quality import HeldOut, read_text, window_by_window
 
 
 def checked(case: CacheCase, text: TextFile | None) -> HeldOut:
@@ -26,25 +25,23 @@ def checked(case: CacheCase, text: TextFile | None) -> HeldOut:
 
 def measure(case: CacheCase, row: str, text: TextFile | None) -> Outcome:
     """The figures of a row, from the second half of every sequence."""
-    model, held_out = open_model(case), checked(case, text)
-    series: dict[str, list[float]] = {name: [] for name in ("nll", "standard_nll", "kl", "top1")}
-    errors = {}
-    half = case.sequence // 2
-    for tokens in held_out.rows[:, None]:
+    model, half = open_model(case), case.sequence // 2
+    errors: dict[str, TensorError] = {}
+
+    def logits_of(tokens: Array) -> tuple[Array, Array]:
         dense = model(tokens, backend="standard", needs_grad=False)[:, half:]
         ours = behind_cache(model, tokens, half, row)
-        for name, value in zip(series, compared(ours, dense, jnp.asarray(tokens[:, half:])), strict=True):
-            series[name].append(float(value))
-        errors = errors or {"logits": as_model_error(ours, dense, None, "float32")}
-    raw = {name: tuple(values) for name, values in series.items()}
-    figures = figures_of(raw, held_out.bytes_per_token)
-    figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows[:, half:]) / held_out.bytes_per_token
+        if not errors:
+            errors["logits"] = as_model_error(ours, dense, None, "float32")
+        return ours, dense
+
+    outcome = window_by_window(checked(case, text), logits_of, half)
     bytes_kept = KVCache.create(model.config, 1, 1, DTYPES[row]).nbytes
-    return Outcome(quality=figures, series=raw, accuracy=errors, figures={"kv_bytes_per_token": bytes_kept})
+    return dataclasses.replace(outcome, accuracy=errors, figures={"kv_bytes_per_token": bytes_kept})
 
 
 def behind_cache(
-    model: Transformer, tokens: Int[np.ndarray, "batch length"], half: int, row: str
+    model: Transformer, tokens: Int[Array, "batch length"], half: int, row: str
 ) -> Float[Array, "batch rest vocab"]:
     """Logits of the tokens from ``half``, read in one call behind a cache of the row's dtype that holds the others.
 

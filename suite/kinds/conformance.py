@@ -6,20 +6,25 @@ raises is a result, and the process goes on with the next problem.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attnsuite.backends import Target, from_function, registry
 from attnsuite.backends.features import Mode
 from attnsuite.backends.support import takes_of
 
-from ..cell import Cell, Means, Outcome, Prepared, Request
+from ..cell import Cell, Means, Outcome, Prepared, Request, Start
+from ..errors import CellFailure
+from ..measure import arrays
 from ..measure.judge import as_error
 from ..record import Record
 from ..subprocess_function import SubprocessFunctionError, subprocess_function_of
 from ..typed import Real, Seed, Whole
+from ..user_function import register_functions
 from .kind import Dtype, Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
@@ -100,7 +105,7 @@ class Conformance(Kind):
 
     def prepare(self, cell: Cell, case: ConformanceCase, means: Means) -> Prepared:
         """Judge; nothing is timed."""
-        return Prepared(judged(cell.row, case, "interpret" if cell.mode == "interpret" else "native"))
+        return Prepared(judged(cell.row, case, "interpret" if cell.mode == "interpret" else "native", means.start))
 
 
 def answer_of(record: Record) -> str:
@@ -110,8 +115,8 @@ def answer_of(record: Record) -> str:
     return record.facts.answer or record.status if isinstance(record.facts, Held) else record.status
 
 
-def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
-    """Hold a registered backend to the problem, or ask for the verdict."""
+def judged(name: str, case: ConformanceCase, mode: Mode = "native", start: Start | None = None) -> Outcome:
+    """Hold a registered backend to the problem, or ask for the verdict; ``start`` makes another process for it."""
     import jax  # noqa: PLC0415 (the command line starts without it)
 
     from attnsuite.testing import judging, problems, random_specs, verdicts  # noqa: PLC0415 (no other kind needs it)
@@ -120,7 +125,7 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
     if case.name == TAKES:
         return Outcome(facts=Held(gradients=False, share=None, said=_description(name, target, mode)))
     if case.number is None and case.name in verdicts.VERDICTS:
-        return _verdict(name, case.name, verdicts.Subject(backend, target, mode, case.seed or 0))
+        return _verdict(name, case.name, verdicts.Subject(backend, target, mode, case.seed or 0), start)
     if not backend.exact:
         reason = f"{name} is approximate by design, and the contract's judge is for exact backends."
         return Outcome(status="unsupported", reasons=(reason,), error=_NOT_TAKEN)
@@ -153,12 +158,12 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native") -> Outcome:
     )
 
 
-def _verdict(name: str, verdict: str, subject: Subject) -> Outcome:
+def _verdict(name: str, verdict: str, subject: Subject, start: Start | None) -> Outcome:
     """The outcome of a verdict; one that does not apply is unsupported, with the reason."""
     from attnsuite.testing import verdicts  # noqa: PLC0415 (as above)
 
     try:
-        found = verdicts.ask(verdict, subject, _in_subprocess(name, subject))
+        found = verdicts.ask(verdict, subject, start and in_subprocess(name, subject, start))
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
         return _crashed(error)
     if found.answer == "not applicable":
@@ -166,23 +171,37 @@ def _verdict(name: str, verdict: str, subject: Subject) -> Outcome:
     return Outcome(facts=Held(gradients=False, share=None, answer=found.answer, said=found.said))
 
 
-def _in_subprocess(name: str, subject: Subject) -> InSubprocess | None:
-    """How to compute in another process; None on a device that one process holds alone."""
+def in_subprocess(name: str, subject: Subject, start: Start) -> InSubprocess | None:
+    """How to compute in a process that ``start`` makes; None on a device that one process holds alone."""
     from attnsuite.testing.verdicts import results  # noqa: PLC0415 (as above)
 
-    from ..subprocess_results import results_in_subprocess  # noqa: PLC0415 (as above)
-
     function = subprocess_function_of(subject.backend)
-    if function is None or subject.target.platform != "cpu":
-        return results_in_subprocess(name, subject)
 
-    def anew(threads: int | None) -> Mapping[str, Arrays]:
-        backend = from_function(
-            function.anew(threads), takes=takes_of(subject.backend, subject.target, subject.mode), name=name
-        )
-        return results(dataclasses.replace(subject, backend=backend))
+    def computed(threads: int | None) -> Mapping[str, Arrays]:
+        with contextlib.closing(start(threads)) as process:
+            if function is not None:
+                takes = takes_of(subject.backend, subject.target, subject.mode)
+                backend = from_function(dataclasses.replace(function, process=process), takes=takes, name=name)
+                return results(dataclasses.replace(subject, backend=backend))
+            path = process.folder() / "results"
+            try:
+                labels = process.ask(write_results, name, subject.mode, subject.seed, path)
+            except CellFailure as failure:
+                raise RuntimeError(f"it ran here, and failed in another process: {failure.message}") from failure
+            found = arrays.load(path)
+        return {label: {x: found[f"{label}|{x}"] for x in names} for label, names in labels.items()}
 
-    return anew
+    return computed if subject.target.platform == "cpu" else None
+
+
+def write_results(row: str, mode: Mode, seed: int, path: Path) -> dict[str, list[str]]:
+    """In the other process: write what the verdict ``deterministic`` compares; the names of the arrays by label."""
+    from attnsuite.testing import verdicts  # noqa: PLC0415 (as above)
+
+    register_functions([row])
+    found = verdicts.results(verdicts.Subject(registry.get(row), Target.here(), mode, seed))
+    arrays.save(path, {f"{label}|{x}": array for label, of_one in found.items() for x, array in of_one.items()})
+    return {label: list(of_one) for label, of_one in found.items()}
 
 
 def _crashed(error: Exception) -> Outcome:

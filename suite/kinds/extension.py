@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class Extension:
     """The additions of the backend ``backend``.
 
-    ``suites`` has the cases and other fields of each of its suites. ``model_suite`` is the name of the suite that is
+    ``suites`` names its suites among the files of ``suite/suites/``. ``model_suite`` is the name of the suite that is
     made for a checkpoint (``run --suite NAME --model DIR``), empty for none. ``rows`` are the rows beside its own in
     the suite of a checkpoint. ``page`` names the module of ``attnsuite.reports`` whose ``PAGE`` shows its cases. Its
     flags are declared in ``attnsuite.suite.verbs``, which the command line reads without JAX; here they come as data.
     """
 
     backend: ClassVar[str]
-    suites: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    suites: ClassVar[tuple[str, ...]] = ()
     model_suite: ClassVar[str] = ""
     rows: ClassVar[tuple[str, ...]] = ()
     page: ClassVar[str] = ""

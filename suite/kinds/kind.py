@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
     from ..measure.fresh import Draw
-    from ..record import TensorError
+    from ..record import Record, TensorError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -32,6 +32,7 @@ Keys = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 Kernel = Literal["", "xla", "pallas", "flash_cpu"]  # what computes a sparse backend's row; empty: the device's default
 
+LOSS = {"bits_per_byte": "{:.4f} bits/byte", "kl_mean": "KL {:.1e}"}  # as :attr:`Kind.results`
 SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -49,6 +50,8 @@ class Kind:
     # The headers of ``Record.figures``, each with its unit: a table of the page has a column for each figure that is in
     # no other table. A figure without a header goes by its name.
     figures: ClassVar[Mapping[str, str]] = {}
+    # The figures of ``Record.quality`` that a terminal shows of a cell, the most telling first, each in its words.
+    results: ClassVar[Mapping[str, str]] = {}
     page: ClassVar[str] = ""  # the module of ``attnsuite.reports.pages`` whose page shows its records alone
     # The frozen dataclass of its cases. It checks itself and raises InputError. None: no suite asks for such records.
     case: ClassVar[type[Any] | None] = None
@@ -82,6 +85,14 @@ class Kind:
         Only for a kind that ``shares_process``.
         """
         return None
+
+    def patience(self, case: Any) -> int:
+        """How many times ``--cell-timeout`` a cell may take until it is ready."""
+        return 1
+
+    def result(self, record: Record) -> list[str]:
+        """What a terminal shows of a cell without a time."""
+        return [text.format(record.quality[name]) for name, text in self.results.items() if name in record.quality]
 
     def read(self, fields: Mapping[str, Any]) -> Case:
         """The case with these fields, ``kind`` among them. Raises ValueError with a sentence, less its full stop."""

@@ -17,13 +17,12 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Float
 
-from attnsuite.backends import registry
-
 from .. import typed
-from ..cell import Cell, Means, Outcome, Prepared, Request
+from ..cell import Cell, Means, Prepared, Request
+from ..host_devices import parse_mesh
 from ..record import Record
 from ..typed import Count, Real, Seed
-from .kind import Kind, check_fields
+from .kind import Kind, backends_of, check_fields
 
 FACTOR = 2.0
 NOISE_RUNS = 5
@@ -39,7 +38,8 @@ class TrainingCase:
     """How a group of runs trains: updates, rows per update, tokens per row.
 
     ``setting`` is its name on a page. In the setting ``native`` a backend that does not run natively is refused; in any
-    other setting it may run in an interpreter.
+    other setting it may run in an interpreter. With a ``mesh``, such as ``fsdp=2,heads=2``, standard and the backends
+    that run natively train on its devices too.
     """
 
     kind: Literal["loss_curve"] = "loss_curve"
@@ -52,11 +52,14 @@ class TrainingCase:
     seed: Seed = 0
     learning_rate: Real = 2e-3
     optimizer: Literal["adamw", "muon"] = "adamw"  # models.optimizer.OptimizerName, which imports flax
+    mesh: str = ""
 
     def __post_init__(self) -> None:
         sizes = f"b{self.batch}-s{self.length}-n{self.steps}"
         object.__setattr__(self, "name", self.name or f"train-{self.preset}-{self.setting}-{sizes}")
         check_fields(self)
+        if self.mesh:
+            parse_mesh(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,23 +177,35 @@ class LossCurves(Kind):
     case: ClassVar = TrainingCase
     facts: ClassVar = LossCurve
     shares_process: ClassVar = True
+    needs_ceilings: ClassVar = False
 
-    def rows(self, case: TrainingCase) -> tuple[str, ...]:
-        """The runs of the standard backend and its controls, then all other backends."""
-        return (*own_runs(), *(name for name in registry.names() if name != "standard"))
+    def patience(self, case: TrainingCase) -> int:
+        """The limit is one of each update."""
+        return case.steps
+
+    def result(self, record: Record) -> list[str]:
+        """The first loss and the last."""
+        if record.facts is None or not record.facts.losses:
+            return []
+        losses = losses_of(record)
+        return [f"{losses[0]:.3f} -> {losses[-1]:.6f} nats"]
 
     def cells(self, case: TrainingCase, request: Request) -> Iterable[Cell]:
-        """A cell per row that is asked for. Raises InputError for a preset that does not exist or reads no bytes."""
+        """A cell per run of the standard backend, and per backend that is asked for.
+
+        Raises InputError for a preset that does not exist or reads no bytes.
+        """
         from . import training  # noqa: PLC0415
 
-        return [training.cell_of(case, run_of(row)) for row in request.rows if row.partition("@")[0] in self.rows(case)]
+        others = [name for name in backends_of(request) if name != "standard"]
+        on_mesh = [f"{name}@{case.mesh}" for name in ("standard", *others)] if case.mesh else []
+        return [training.cell_of(case, run_of(row)) for row in (*own_runs(), *others, *on_mesh)]
 
     def prepare(self, cell: Cell, case: TrainingCase, means: Means) -> Prepared:
         """Train; nothing is timed."""
         from . import training  # noqa: PLC0415
 
-        run = run_of(cell.row)
-        return Prepared(Outcome(facts=LossCurve(role=run.role, losses=training.losses(case, run))))
+        return Prepared(training.trained(case, run_of(cell.row)))
 
 
 LOSS_CURVE = LossCurves()

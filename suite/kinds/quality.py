@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,22 +57,32 @@ def read_text(case: Any, config: ModelConfig, text: TextFile | None, windows: in
 def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Outcome:
     """Perplexity per token and bits per byte of ``backend``, with KL and top-1 agreement against ``standard``."""
     model = open_model(case)
-    held_out = read_text(case, model.config, text)
-    series: dict[str, list[float]] = {name: [] for name in ("nll", "standard_nll", "kl", "top1")}
-    errors: list[TensorError] = []
+    errors: dict[str, TensorError] = {}
+
+    def logits_of(tokens: Array) -> tuple[Array, Array]:
+        ours, theirs = (model(tokens, backend=name, needs_grad=False) for name in (backend, "standard"))
+        if not errors:
+            with jax.default_matmul_precision("highest"):
+                exact = model.with_config(dtype="float32")(tokens, backend="standard", needs_grad=False)
+            errors["logits"] = as_model_error(ours, exact, theirs, case.dtype)
+        return ours, theirs
+
+    outcome = window_by_window(read_text(case, model.config, text), logits_of)
+    return _with_kept(dataclasses.replace(outcome, accuracy=errors), model.config, case, backend)
+
+
+def window_by_window(held_out: HeldOut, logits_of: Callable[[Array], tuple[Array, Array]], first: int = 0) -> Outcome:
+    """The figures of a model's logits beside the standard backend's, both from token ``first`` of each window."""
+    found = []
     for row in held_out.rows:
         tokens = jnp.asarray(row)[None]
-        ours, theirs = (model(tokens, backend=name, needs_grad=False) for name in (backend, "standard"))
-        for name, value in zip(series, compared(ours, theirs, tokens), strict=True):
-            series[name].append(float(value))
-        if not errors:
-            exact = _float32_logits(model, tokens)
-            errors.append(as_model_error(ours, exact, theirs, case.dtype))
-    raw = {name: tuple(values) for name, values in series.items()}
-    figures = figures_of(raw, held_out.bytes_per_token)
+        found.append(_compared(*logits_of(tokens), tokens[:, first:]))
+    names = ("nll", "standard_nll", "kl", "top1")
+    raw = {name: tuple(map(float, values)) for name, values in zip(names, zip(*found, strict=True), strict=True)}
+    figures = _figures_of(raw, held_out.bytes_per_token)
     # A model that does not beat the frequencies of the tokens shows nothing.
-    figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows) / held_out.bytes_per_token
-    return _with_kept(Outcome(quality=figures, series=raw, accuracy={"logits": errors[0]}), model.config, case, backend)
+    figures["unigram_bits_per_byte"] = unigram_bits(held_out.rows[:, first:]) / held_out.bytes_per_token
+    return Outcome(quality=figures, series=raw)
 
 
 def retrieval_model(case: RetrievalCase) -> Transformer:
@@ -121,7 +132,7 @@ def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:
 
 
 @jax.jit
-def compared(ours: Array, theirs: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
+def _compared(ours: Array, theirs: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
     """Of one sequence: mean nats of both, mean KL(theirs || ours), share of equal most likely tokens."""
     nll = token_nats(ours[:, :-1], tokens[:, 1:]).mean()
     standard_nll = token_nats(theirs[:, :-1], tokens[:, 1:]).mean()
@@ -130,12 +141,7 @@ def compared(ours: Array, theirs: Array, tokens: Array) -> tuple[Array, Array, A
     return nll, standard_nll, kl, (ours.argmax(-1) == theirs.argmax(-1)).mean()
 
 
-def _float32_logits(model: Transformer, tokens: Array) -> Array:
-    with jax.default_matmul_precision("highest"):
-        return model.with_config(dtype="float32")(tokens, backend="standard", needs_grad=False)
-
-
-def figures_of(series: dict[str, tuple[float, ...]], bytes_per_token: float) -> dict[str, float]:
+def _figures_of(series: dict[str, tuple[float, ...]], bytes_per_token: float) -> dict[str, float]:
     """The figures that follow from ``nll``, ``standard_nll``, ``kl`` and ``top1`` of each sequence."""
     nll = float(np.mean(series["nll"]))
     differences = [a - b for a, b in zip(series["nll"], series["standard_nll"], strict=True)]

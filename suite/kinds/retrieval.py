@@ -32,6 +32,7 @@ class Retrieval(Kind):
 
     titles: ClassVar = {"retrieval": "retrieval"}
     case: ClassVar = RetrievalCase
+    results: ClassVar = {"recall": "recall {:.3f}"}
     shares_process: ClassVar = True
 
     def cells(self, case: RetrievalCase, request: Request) -> Iterable[Cell]:

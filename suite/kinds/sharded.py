@@ -12,16 +12,16 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnsuite.backends import AttentionSpec, Backend, Layout, Target, oracle, plan, registry, support
 from attnsuite.backends.sharding import MeshAxes, Sharded, balanced_order
+from attnsuite.testing import cases, layouts
 
 from .. import typed
 from ..cell import Cell, Means, Outcome, Prepared, Request
@@ -41,51 +41,28 @@ _AXIS = "(data|heads|context) ([1-9][0-9]{0,3})"
 _MESH = re.compile(f"{_AXIS}( x {_AXIS}){{0,2}}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardedProblem:
-    """An attention problem over 2 sequences, 4 heads and 2 KV heads of dim 32.
-
-    ``segments`` alternates ids and counts (a negative id is padding). They hold for every sequence but the last, which
-    is one segment. With ``balanced_for`` the tokens are in the order that balances that many devices.
-    """
-
-    options: Mapping[str, Any]
-    dtype: str = "float32"
-    length: int = 320
-    segments: tuple[int, ...] | None = None
-    key_lengths: tuple[int, ...] | None = None
-    balanced_for: int | None = None
-    kv_heads: int = 2
-
-    def spec(self) -> AttentionSpec:
-        """The problem as backends see it."""
-        return AttentionSpec(
-            batch=2,
-            query_length=self.length,
-            key_value_length=self.length,
-            num_heads=4,
-            num_kv_heads=self.kv_heads,
-            head_dim=32,
-            dtype=self.dtype,
-            has_segment_ids=self.segments is not None,
-            has_seq_lengths=self.key_lengths is not None,
-            has_positions=self.balanced_for is not None,
-            **self.options,
-        )
+def _packed(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Documents and padding in every sequence but the last, which is one document."""
+    ids = np.repeat([-1, 0, 1, -1], [20, 110, 150, 40]).astype(np.int32)
+    rows = np.stack([ids] * (sizes[0] - 1) + [np.zeros_like(ids)])
+    return dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), rows)
 
 
-_CAUSAL = {"is_causal": True}
+def _balanced(sizes: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The tokens in the order that balances four devices."""
+    order = np.stack([balanced_order(sizes[1], 4)] * sizes[0])
+    return dict.fromkeys(("query_positions", "key_value_positions"), order)
+
+
+_causal = functools.partial(cases.case, T=320, is_causal=True)  # 2 sequences, 4 heads and 2 KV heads of dim 32
 PROBLEMS = {
-    "causal": ShardedProblem(_CAUSAL),
-    "causal bfloat16": ShardedProblem(_CAUSAL, dtype="bfloat16"),
-    "ragged": ShardedProblem({}, key_lengths=(320, 150)),
-    "packed": ShardedProblem(_CAUSAL, segments=(-1, 20, 0, 110, 1, 150, -1, 40)),
-    "packed, window, soft cap": ShardedProblem(
-        {"is_causal": True, "local_window_size": (90, 0), "logits_soft_cap": 5.0},
-        segments=(-1, 20, 0, 110, 1, 150, -1, 40),
-    ),
-    "balanced": ShardedProblem(_CAUSAL, balanced_for=4),
-    "one KV head": ShardedProblem(_CAUSAL, kv_heads=1),
+    "causal": _causal(),
+    "causal bfloat16": _causal(dtype="bfloat16"),
+    "ragged": cases.case(T=320, layout=layouts.lengths(320, 150)),
+    "packed": _causal(layout=_packed),
+    "packed, window, soft cap": _causal(layout=_packed, local_window_size=(90, 0), logits_soft_cap=5.0),
+    "balanced": _causal(layout=_balanced),
+    "one KV head": _causal(K=1),
 }
 
 
@@ -208,18 +185,20 @@ def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> O
 
 
 @functools.cache
-def _solved(name: str, spec: AttentionSpec) -> Problem:
-    """The arrays of a problem, the oracle's results for them, and the standard backend's errors."""
+def _arrays(name: str) -> tuple[AttentionSpec, Layout, tuple[np.ndarray, ...]]:
+    """The spec of a problem, its layout, and query, key, value and cotangent."""
     from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance.py)
 
-    rng = np.random.default_rng(0)
-    query = (spec.batch, spec.query_length, spec.num_heads, spec.head_dim)
-    key = (spec.batch, spec.key_value_length, spec.num_kv_heads, spec.head_dim)
-    inputs = tuple(
-        rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(spec.dtype))
-        for shape in (query, key, key, query)
-    )
-    return problems.solve(spec, _layout(PROBLEMS[name], spec), inputs)
+    layout, terms, inputs = jax.device_get(problems.arrays(PROBLEMS[name], name))
+    return problems.spec_of(PROBLEMS[name], layout, terms, inputs), layout, inputs
+
+
+@functools.cache
+def _solved(name: str, spec: AttentionSpec) -> Problem:
+    """A problem with the oracle's results, and the standard backend's errors."""
+    from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance.py)
+
+    return problems.solve(spec, *_arrays(name)[1:])
 
 
 @functools.cache
@@ -243,22 +222,8 @@ def _verdict(name: str, x: np.ndarray, solved: Problem) -> oracle.Verdict:
 
 def _spec(problem: str, backend: Backend) -> AttentionSpec:
     """The problem's spec, without gradients for a backend that has none."""
-    spec = PROBLEMS[problem].spec()
+    spec = _arrays(problem)[0]
     return spec if backend.exact else dataclasses.replace(spec, needs_grad=False)
-
-
-def _layout(problem: ShardedProblem, spec: AttentionSpec) -> Layout:
-    arrays: dict[str, np.ndarray] = {}
-    if problem.segments is not None:
-        ids = np.repeat(problem.segments[::2], problem.segments[1::2]).astype(np.int32)
-        rows = np.stack([ids] * (spec.batch - 1) + [np.zeros_like(ids)])
-        arrays |= {"query_segment_ids": rows, "key_value_segment_ids": rows}
-    if problem.key_lengths is not None:
-        arrays["key_value_seq_lengths"] = np.array(problem.key_lengths, np.int32)
-    if problem.balanced_for is not None:
-        order = balanced_order(spec.query_length, problem.balanced_for)
-        arrays |= dict.fromkeys(("query_positions", "key_value_positions"), np.stack([order] * spec.batch))
-    return Layout(**arrays)  # pyright: ignore[reportArgumentType]  (NumPy arrays are arrays)
 
 
 def _dealt(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -11,7 +11,19 @@ from typing import Any, ClassVar, Literal
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import judge
 from . import kind_of
-from .kind import SHORT_DTYPE, Dtype, Kind, Least, backends_of, check_fields, model_word, name_case, of_backend, refused
+from .kind import (
+    LOSS,
+    SHORT_DTYPE,
+    Dtype,
+    Kind,
+    Least,
+    backends_of,
+    check_fields,
+    model_word,
+    name_case,
+    of_backend,
+    refused,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +48,7 @@ class Text(Kind):
     titles: ClassVar = {"perplexity": "perplexity"}
     phases: ClassVar = {"perplexity": "text"}
     case: ClassVar = TextCase
+    results: ClassVar = LOSS
     shares_process: ClassVar = True
 
     def cells(self, case: TextCase, request: Request) -> Iterable[Cell]:

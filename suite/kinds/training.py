@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,9 +16,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from attnsuite.backends import AttentionSpec, Layout, Plan, Takes, Target, Terms, plan, registry, support
-from attnsuite.backends.contract import Carry
+from attnsuite.backends import Takes, Target, attention, from_function, registry, support
 from attnsuite.backends.features import BASIC_FEATURES, Mode
+from attnsuite.backends.function import FunctionBackend
 from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.parameters import Params
@@ -28,11 +27,11 @@ from attnsuite.models.sharded_training import Placement, place_on
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
-from ..cell import Cell
+from ..cell import Cell, Outcome
 from ..errors import InputError
 from ..host_devices import parse_mesh
 from .kind import cell, refused
-from .loss_curve import Run, TrainingCase
+from .loss_curve import LossCurve, Run, TrainingCase
 
 # The axis of a parameter that runs over the hidden coordinates; those that are not named have none.
 _HIDDEN_AXIS = {
@@ -48,36 +47,15 @@ BLOCKS: dict[str, dict[str, int]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrongGradients:
+def with_wrong_gradients(factors: tuple[float, float, float]) -> FunctionBackend:
     """The standard backend with its gradients multiplied: a negative control."""
 
-    factors: tuple[float, float, float]
-    name: str = "wrong-gradients"
-    exact: bool = True
+    def attend(query: Array, key: Array, value: Array, **keywords: Any) -> Any:
+        arrays = (_with_gradient(factor, x) for factor, x in zip(factors, (query, key, value), strict=True))
+        return attention(*arrays, backend="standard", **keywords)
 
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        """The features that the standard backend takes, as far as they pass through here."""
-        return Takes(features=BASIC_FEATURES, modes=("native", "compile"))
-
-    def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """The standard backend's plan, with multiplied gradients."""
-        inner = plan(registry.get("standard"), spec, layout, target=target, mode=mode, options=options)
-
-        def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry, *terms: Terms) -> Any:
-            of_query, of_key, of_value = self.factors
-            query, key = _with_gradient(of_query, query), _with_gradient(of_key, key)
-            return inner.attend(query, key, _with_gradient(of_value, value), layer, carry, *terms)
-
-        return Plan(attend)
+    takes = Takes(features=BASIC_FEATURES, modes=("native", "compile"))
+    return from_function(attend, takes=takes, name="wrong-gradients")
 
 
 def config_of(case: TrainingCase) -> ModelConfig:
@@ -98,13 +76,30 @@ def cell_of(case: TrainingCase, run: Run) -> Cell:
         return refused(case, run.name, reasons)
     names = dict.fromkeys(resolution.backend.name for _, resolution in found)
     exact = all(resolution.backend.exact for _, resolution in found)
-    return cell(case, run.name, resolved="+".join(names), mode=found[0][1].mode, exact=exact)
+    devices = parse_mesh(run.mesh).count if run.mesh else 1
+    return cell(case, run.name, resolved="+".join(names), mode=found[0][1].mode, exact=exact, devices=devices)
 
 
-def losses(case: TrainingCase, run: Run) -> tuple[float | None, ...]:
+def trained(case: TrainingCase, run: Run) -> Outcome:
+    """The outcome of a run: its curve, or why its mesh cannot train it. Raises InputError where devices are missing."""
+    found, placement = _resolutions(case, run)[0], None
+    if run.mesh:
+        try:
+            placement = place_on(parse_mesh(run.mesh))
+        except ValueError as error:
+            raise InputError(f"mesh {error}") from error
+        try:
+            found = placement.resolutions(found)
+        except ValueError as error:
+            return Outcome(status="unsupported", reasons=(str(error),), error="refused before anything was traced.")
+    return Outcome(facts=LossCurve(role=run.role, losses=losses(case, run, found, placement)))
+
+
+def losses(
+    case: TrainingCase, run: Run, found: Resolutions, placement: Placement | None = None
+) -> tuple[float | None, ...]:
     """Nats before each update; None where a loss was not finite."""
-    config, placement = config_of(case), _placement(run)
-    found, options = _resolutions(case, run)[0], freeze_options(BLOCKS.get(run.backend))
+    config, options = config_of(case), freeze_options(BLOCKS.get(run.backend))
     params = Transformer(config, rngs=nnx.Rngs(case.seed)).arrays()
     if run.order:
         params = reordered(params, np.random.default_rng(run.order).permutation(config.hidden_size))
@@ -146,26 +141,17 @@ def _step(case: TrainingCase, resolutions: Resolutions, options: Options) -> Ste
     return compiled_step(training_step(config_of(case), resolutions, _update(case), options=options))
 
 
-def _placement(run: Run) -> Placement | None:
-    """The devices of a run on several of them. Raises InputError where they are not here."""
-    try:
-        return place_on(parse_mesh(run.mesh)) if run.mesh else None
-    except ValueError as error:
-        raise InputError(f"--mesh {error}") from error
-
-
 def _update(case: TrainingCase) -> optax.GradientTransformation:
     return make_optimizer(case.optimizer, steps=case.steps, learning_rate=case.learning_rate, weight_decay=0.1)
 
 
 def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, ...]]:
-    """The resolutions of a run in the first mode that its backend takes; () and every reason if it takes none."""
+    """The resolutions on one device in the first mode that its backend takes; () and every reason if it takes none."""
     config, target, reasons = config_of(case), Target.here(), []
     specs = [
         attention_spec(config, kind, batch=case.batch, query_length=case.length) for kind in config.attention_types
     ]
-    placement = _placement(run)
-    modes: tuple[Mode, ...] = ("native",) if placement or case.setting == "native" else ("native", "interpret")
+    modes: tuple[Mode, ...] = ("native",) if run.mesh or case.setting == "native" else ("native", "interpret")
     for mode in modes:
         answers = [support(registry.get(run.backend), spec, target, mode) for spec in specs]
         if all(answers):
@@ -177,14 +163,9 @@ def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, 
                 mode=mode,
                 on_unavailable="raise",
             )
-            if placement is not None:
-                try:
-                    return placement.resolutions(found), ()
-                except ValueError as error:
-                    return (), (str(error),)
             if run.factors is None:
                 return found, ()
-            wrong = WrongGradients(run.factors)
+            wrong = with_wrong_gradients(run.factors)
             return tuple((kind, dataclasses.replace(each, backend=wrong)) for kind, each in found), ()
         reasons += [reason for answer in answers for reason in answer.reasons]
     return (), tuple(dict.fromkeys(reasons))

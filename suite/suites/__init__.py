@@ -24,13 +24,15 @@ C = TypeVar("C", bound=Case)
 class Suite:
     """A name and the cases under it; the names of the cases are unique.
 
-    ``peers`` are measured beside the backends. With ``exact_only`` approximate backends are measured only where they
-    are asked for: without calibration and controls, which their own suites have, their rows show what nobody would use.
-    With ``all_cores`` each backend on a CPU is also measured with one device per core.
+    The rows are ``backends`` (empty: all), unless others are asked for, and beside them ``peers``. With ``exact_only``
+    approximate backends are measured only where they are asked for: without calibration and controls, which their own
+    suites have, their rows show what nobody would use. With ``all_cores`` each backend on a CPU is also measured with
+    one device per core.
     """
 
     name: str
     cases: tuple[Case, ...]
+    backends: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     all_cores: bool = False
     exact_only: bool = False
@@ -39,15 +41,15 @@ class Suite:
         if not self.cases:
             raise InputError(f"suite {self.name} has no cases; add a [[case]] table.")
 
-    def backends(self) -> tuple[str, ...]:
+    def default_backends(self) -> tuple[str, ...]:
         """The backends that are measured unless others are asked for."""
-        return tuple(name for name in names() if registry.get(name).exact or not self.exact_only)
+        return self.backends or tuple(name for name in names() if registry.get(name).exact or not self.exact_only)
 
 
 def _load(path: Path) -> Suite:
     read, cases = read_suite_file(path)
     try:
-        return Suite(read.name or path.stem, cases, read.peers, read.all_cores, read.exact_only)
+        return Suite(read.name or path.stem, cases, read.backends, read.peers, read.all_cores, read.exact_only)
     except InputError as error:
         raise InputError(f"suite file {path}: {error}") from error
 
@@ -72,8 +74,8 @@ def _device() -> Suite:
 
 QUICK = shipped("quick")
 DEVICE, FULL, CPU_SPEED = _device(), shipped("full"), shipped("cpu-speed")
-_ADDED = (Suite(name, **fields) for added in extensions().values() for name, fields in added.suites.items())
-_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, shipped("caller"), *_ADDED, shipped("serving"), shipped("sharded"))
+_ADDED = (name for added in extensions().values() for name in added.suites)
+_NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, *map(shipped, ("caller", *_ADDED, "serving", "sharded", "curves")))
 SUITES = {suite.name: suite for suite in _NAMED}
 
 

@@ -50,14 +50,12 @@ def run(command: Compare) -> int:
 def _show_trend(command: Compare) -> int:
     from attnsuite import reports
 
-    from ..trend import by_machine
-
     share = 5.0 if command.share is None else command.share
     if not 0 < share <= 1000:
         raise InputError(f"--share {share:g} must be above 0 and at most 1000 percent.")
     if command.fail_on is not None:
         raise InputError("--fail-on compares two runs; leave out --trend.")
-    for runs in by_machine(command.runs):
+    for runs in reports.by_machine(command.runs):
         _publish(reports.trend_page(runs, share / 100)[0])
     return 0
 

@@ -27,8 +27,7 @@ class Run(OnFleet):
     """quick, device, full, cpu-speed, caller, serving, sharded, curves, the suite of an extension (NAME --help
     shows its flags), or the path of a .toml file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
-    """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory.
-    With --suite curves: the preset that is trained (default: tiny)."""
+    """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None
     """Backends (and peers) to compare, separated by commas; my.py:fn is a function f(q, k, v) of yours."""
     cases: Annotated[str | None, flag("PATTERNS", "all of the suite")] = None
@@ -49,16 +48,10 @@ class Run(OnFleet):
     """With --model: prompts at a time; several are of unequal length."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
     """With --model: what it computes in."""
-    steps: Annotated[int | None, flag("N", "60")] = None
-    """With --suite curves: updates with what runs natively here."""
-    interpreted_steps: Annotated[int | None, flag("N", "8")] = None
-    """With --suite curves: updates with what runs in an interpreter."""
-    mesh: Annotated[str | None, flag("AXIS=N,...", "none")] = None
-    """With --suite curves: train standard and what runs natively on several devices too: data, fsdp, heads, context."""
     profile: Annotated[Path | None, flag("DIR", "none")] = None
     """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/how-to/measure.md)."""
     cell_timeout: Annotated[float, flag("SECONDS")] = 120.0
-    """Time that a cell may take to get ready, and again for its samples."""
+    """Time that a cell may take to get ready, and again for its samples; of a loss curve, that of each update."""
     sample_seconds: Annotated[float | None, flag("SECONDS", "10 samples, or 1 second")] = None
     """How long each cell is sampled: more samples, narrower intervals (docs/how-to/guard.md)."""
     busy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -67,13 +60,8 @@ class Run(OnFleet):
     """Memory that a cell may hold, such as 4GiB or 500MB."""
 
 
-_FLEET = tuple(field.name for field in dataclasses.fields(OnFleet))
-_OF_CURVES = ("steps", "interpreted_steps", "mesh")
-# The flags of a suite that does not take all of them.
-_OF_SUITE = {
-    "device": ("suite", "out", "resume", "backends", "cases", "cell_timeout", "cell_memory", "sample_seconds", "busy"),
-    "curves": ("suite", "out", "resume", "model", "backends", *_OF_CURVES, *_FLEET),
-}
+# The flags of the suite device.
+_OF_DEVICE = ("suite", "out", "resume", "backends", "cases", "cell_timeout", "cell_memory", "sample_seconds", "busy")
 
 
 def run(command: Run) -> int:
@@ -82,19 +70,11 @@ def run(command: Run) -> int:
     from ..grid.execute import execute
     from .report import show
 
-    _check_flags(command)
     if command.suite == "device":
         return _device(command)
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
-    if command.suite == "curves":
-        from ..curves_grid import grid_of
-
-        grid = grid_of(command, directory_of(command, "curves"))
-        with progress(lambda: resuming("run --suite curves", grid.out)) as display:
-            execute(grid, display, fleet)
-        return show(grid.out)
     request = dataclasses.replace(
         _request(command),
         profile=command.profile,
@@ -123,6 +103,7 @@ def _device(command: Run) -> int:
     from ..grid.execute import execute
     from .report import show
 
+    _check_flags(command)
     out, limits = directory_of(command, "device"), limits_of(command.cell_timeout, command.cell_memory)
     requested = None if command.backends is None else tuple(names_of(command.backends, "--backends"))
     found = device_run(requested, out, limits, resume=command.resume, busy=command.busy, cases=command.cases)
@@ -147,16 +128,12 @@ def _words_of_device(command: Run, out: Path) -> str:
 
 
 def _check_flags(command: Run) -> None:
-    """Raise InputError for a flag that has no meaning for the suite."""
-    taken = _OF_SUITE.get(command.suite or "")
-    changed = [field.name for field in dataclasses.fields(command) if getattr(command, field.name) != field.default]
-    for name in changed:
-        flag_name = f"--{name.replace('_', '-')}"
-        if taken is None and name in _OF_CURVES:
-            raise InputError(f"{flag_name} is about loss curves; add --suite curves.")
-        if taken is not None and name not in taken:
-            flags = ", ".join(f"--{other.replace('_', '-')}" for other in taken)
-            raise InputError(f"{flag_name} is not for --suite {command.suite}, which takes {flags}.")
+    """Raise InputError for a flag that has no meaning for the suite device."""
+    from ..flag_values import spelled
+
+    for field in dataclasses.fields(command):
+        if getattr(command, field.name) != field.default and field.name not in _OF_DEVICE:
+            raise InputError(f"{spelled([field.name])} is not for --suite device, which takes {spelled(_OF_DEVICE)}.")
 
 
 def _named(request: RunGrid, *, requested: bool) -> int:

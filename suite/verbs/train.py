@@ -83,8 +83,11 @@ def run(command: Train) -> int:
     rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
     del given["out"], given["resume"], given["text_field"]
     given["text"], given["options"] = text_of(command), parse_options(command.options)
-    given["mesh"] = None if command.mesh is None else parse_mesh(command.mesh)
-    if given["mesh"] is not None:
+    if command.mesh is not None:
+        try:
+            given["mesh"] = parse_mesh(command.mesh)
+        except InputError as error:
+            raise InputError(f"--{error}") from error
         make_host_devices(given["mesh"].count)
     try:
         adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(parts_of(targets)))

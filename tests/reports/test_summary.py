@@ -60,6 +60,21 @@ def test_the_summary_fits_80_columns(record):
     assert any(line.split()[:3] == ["flash_cpu", "on", "2"] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("kind", "quality", "line", "column"),
+    [
+        ("retrieval", {"recall": 0.5, "standard_recall": 1.0}, "recall 0.500", "recall 0.500"),
+        ("perplexity", {"bits_per_byte": 2.0, "kl_mean": 1e-3}, "2.0000 bits/byte, KL 1.0e-03", "2.0000 bits/byte"),
+        ("perplexity", {"bits_per_byte": 2.0}, "2.0000 bits/byte", "2.0000 bits/byte"),  # of attnsuite perplexity
+        ("kascade_gate", {"kept_pairs": 0.25, "recall": 1.0}, "recall 1.000", "recall 1.000"),
+    ],
+)
+def test_what_is_not_timed_shows_the_figures_that_its_kind_names(record, kind, quality, line, column):
+    found = record(kind=kind, samples=(), quality=quality)
+    assert record_line(found).plain.endswith(f"  {line}")
+    assert " ".join(columns([found], "standard")).startswith(column)
+
+
 def test_a_refusal_is_told_once_for_each_reason_and_device(record):
     refused = record("cudnn", mode=None, status="unsupported", samples=(), reasons=("cudnn: needs a GPU; buy one.",))
     again = dataclasses.replace(refused, key="again", case="another")

@@ -9,9 +9,8 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.reports import load
-from attnsuite.reports.trend import changes, series
+from attnsuite.reports.trend import by_machine, changes, series
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.trend import by_machine
 from command import code_of
 
 # Not imported here: it takes two seconds, and every environment collects this file.

@@ -77,7 +77,7 @@ def compile_with_fakes(tmp_path, monkeypatch):
         monkeypatch.setattr(compile_run, "Worker", FakeWorker)
         request = CompileGrid(
             cases=(OP,),
-            searches=(MODEL,),
+            searches=(("sequence", MODEL),),
             backends=("standard", "cudnn"),
             targets=(V5E, H100),
             out=tmp_path / name,
@@ -108,7 +108,7 @@ def test_every_cell_and_every_attempt_of_a_search_has_one_record(compile_with_fa
 def test_the_largest_batch_of_a_search_is_on_the_page_for_each_chip_that_shares_it(compile_with_fakes, tmp_path):
     asked = dataclasses.replace(MODEL, sequence=512, name="")
     slice_ = Target.named("v5e:4x4")  # 2 of its 16 chips share the heads, 8 the batch
-    records, _ = compile_with_fakes("run", cases=(asked,), searches=(), batch_searches=(asked,), targets=(V5E, slice_))
+    records, _ = compile_with_fakes("run", cases=(asked,), searches=(("batch", asked),), targets=(V5E, slice_))
     tried = {r.problem["batch"] for r in records if r.target == str(slice_) and r.requested == "standard"}
     assert {batch % 8 for batch in tried - {asked.batch}} == {0}
     page = compiled.compiled_overview(tmp_path / "run")

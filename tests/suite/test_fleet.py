@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.suite import compile_run, curves_grid, tuning
+from attnsuite.suite import compile_run, tuning
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member
@@ -394,14 +394,12 @@ def test_grid_of_another_verb_is_computed_by_case_on_nodes_that_leave_no_files(r
         execute(grid, Seen(), None)
 
 
-@pytest.mark.parametrize("verb", ["tune", "curves", "compile"])
+@pytest.mark.parametrize("verb", ["tune", "compile"])
 def test_grid_of_a_verb_travels_to_nodes(verb, tmp_path):
     limits = Limits(10, 2**30)
     grid = {
         "tune": lambda: tuning.TuneGrid(
             backends=("chunked",), cases=tuning.TUNED[:1], target=None, limits=limits, out=tmp_path, command=""),
-        "curves": lambda: curves_grid.CurvesGrid(
-            out=tmp_path, preset="tiny", backends=("chunked",), steps=1, interpreted_steps=1),
         "compile": lambda: compile_run.CompileGrid(
             cases=tuning.TUNED[:1], searches=(), backends=("chunked",), targets=(Target.named("v5e"),), out=tmp_path,
             limits=limits, cache=tmp_path, command=()),
@@ -415,8 +413,8 @@ def test_grid_of_a_verb_travels_to_nodes(verb, tmp_path):
 
 def test_search_for_the_longest_length_is_for_one_machine(tmp_path):
     case = ModelCase(kind="model_prefill", model="debug", sequence=64)
-    asked = compile_run.CompileGrid(cases=(), searches=(case,), backends=("chunked",), targets=(), out=tmp_path,
-                                       limits=Limits(1, 1), cache=tmp_path, command=())  # fmt: skip
+    asked = compile_run.CompileGrid(searches=(("sequence", case),), backends=("chunked",), targets=(), out=tmp_path,
+                                    limits=Limits(1, 1), cache=tmp_path, command=())  # fmt: skip
     with pytest.raises(InputError, match="--longest asks one compiler after the other"):
         compile_run.compile_all(asked, Seen(), FleetRequest())
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import textwrap
+from functools import partial
 from xml.etree import ElementTree as ET
 
 import jax
@@ -17,6 +18,7 @@ from attnsuite.reports import render
 from attnsuite.suite import judgement, user_function
 from attnsuite.suite.cell import Outcome, Request
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.grid import work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.grid.run import new_request, resumed_request
 from attnsuite.suite.grid.running import Limits
@@ -94,8 +96,9 @@ def kernels(tmp_path):
 
 
 def judged(path, name, case="heads-equal", number=None):
-    user_function.register_functions([f"{path}:{name}"])
-    return conformance_kind.judged(f"{path}:{name}", ConformanceCase(name=case, number=number, seed=number and 0))
+    row, asked = f"{path}:{name}", ConformanceCase(name=case, number=number, seed=number and 0)
+    user_function.register_functions([row])
+    return conformance_kind.judged(row, asked, start=partial(work.subprocess, row))
 
 
 def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):

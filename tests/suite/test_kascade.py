@@ -142,19 +142,19 @@ def of_gate(gate, name):
 
 def test_gate_finds_all_with_kascade_and_every_control_fails(gate):
     found = {name: of_gate(gate, name) for name in SELECTION.rows(GATE)}
-    recall = {name: row.figures["recall"] for name, row in found.items()}
+    recall = {name: row.quality["recall"] for name, row in found.items()}
     assert recall["dense"] == recall["kascade"] == 1.0
     assert set(CONTROLS) < set(recall)
     assert max(recall[name] for name in CONTROLS) < 0.85, recall  # of 64: the Wilson interval lies below dense's
     assert min(recall[name] for name in CONTROLS) > 0.1, recall  # none breaks the layers altogether
-    assert found["kascade"].figures["kept_pairs"] < 0.5
+    assert found["kascade"].quality["kept_pairs"] < 0.5
     assert "1 anchor" in found["kascade"].notes[0]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_kascade_finds_all_at_the_flops_that_it_says(gate, phase):
     case = dataclasses.replace(GATE, name="", phase=phase)
-    found = (of_gate(gate, "kascade") if case == GATE else quality.measure(case, "kascade", gate, None)).figures
+    found = (of_gate(gate, "kascade") if case == GATE else quality.measure(case, "kascade", gate, None)).quality
     assert found["recall"] == 1.0
     assert found["flops"] == pytest.approx(expected_flops(case), rel=1e-6)
 

@@ -208,6 +208,9 @@ def test_every_kind_says_what_its_tables_are_called_and_reads_its_own_records(na
     assert list(cases.titles([name])) == [(name, kind.titles[name])]
 
 
+CURVE = {"kind": "loss_curve", "preset": "debug", "setting": "native", "steps": 1, "batch": 1, "length": 8}
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -224,6 +227,9 @@ def test_every_kind_says_what_its_tables_are_called_and_reads_its_own_records(na
             "processes = 3 do not share the 2",
         ),
         ({"kind": "loss_curve", "preset": "debug"}, "it lacks the key setting"),
+        (CURVE | {"steps": 0}, "steps = 0 must be an integer from 1"),
+        (CURVE | {"mesh": "rows=2"}, "mesh 'rows=2' must be AXIS=DEVICES separated by commas"),
+        (CURVE | {"mesh": f"data={'9' * 30}"}, "must be AXIS=DEVICES"),
     ],
 )
 def test_case_of_these_fields_is_refused_in_a_sentence(fields, sentence):

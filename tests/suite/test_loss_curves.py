@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
 from unittest import mock
 
 import numpy as np
@@ -16,8 +16,9 @@ from attnsuite.reports.pages.curves import page, verdicts
 from attnsuite.suite.cell import Request
 from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import here
-from attnsuite.suite.grid.running import Limits, RunContext
+from attnsuite.suite.grid.executors import is_measured, one_after_another, refused
+from attnsuite.suite.grid.references import References
+from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import loss_curve, training
 from attnsuite.suite.kinds.loss_curve import (
     LOSS_CURVE,
@@ -25,36 +26,47 @@ from attnsuite.suite.kinds.loss_curve import (
     TrainingCase,
     judge,
     losses_of,
-    own_runs,
     role_of,
+    run_of,
     settings_of,
 )
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.suites import find_suite
 from command import code_of
 
 CONFIG = ModelConfig.from_preset(
     "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
 )
-CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
+CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256, mesh="data=1")
+
+
+def context():
+    """What the cells share."""
+    environment = {"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}}
+    limits = Limits(600.0, 2**40)
+    return RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=mock.Mock())
 
 
 def trained(case, *rows):
-    """The records of these rows, of a small model."""
-    environment = {"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}}
-    limits = Limits(math.inf, 2**40)
-    context = RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=mock.Mock())
+    """The records of these backends and of the standard's own runs, of a small model, trained in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "config_of", lambda _: CONFIG)
-        return list(here(LOSS_CURVE.cells(case, Request(rows=rows, cases=(case,))), context))
+        cells = LOSS_CURVE.cells(case, Request(rows=rows, cases=(case,)))
+        return [
+            Running(cell, outcome=LOSS_CURVE.prepare(cell, case, mock.Mock()).outcome).record(context())
+            if is_measured(cell)
+            else refused(cell, context())
+            for cell in cells
+        ]
 
 
 @pytest.fixture(scope="module")
 def curves():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
-        # One device on the mesh here; eight in test_sharded_training.py.
-        return trained(CASE, *own_runs(), "chunked", "splash", "cudnn", "standard@data=1")
+        # One device on the mesh here; two below, eight in test_sharded_training.py.
+        return trained(CASE, "chunked", "splash", "cudnn")
 
 
 def curve(case, role, name, losses, mode="native"):
@@ -82,7 +94,6 @@ def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_no
     assert found["splash"][1].is_ready
     assert found["splash"][0].mode == "interpret"
     assert found["standard@data=1"][1].is_ready
-    assert found["standard@data=1"][0].resolved == "standard@data=1"
     assert not found["dv 1% large"][1].is_ready
     # Held to the spread over batches, which is what "over seeds" is, it would pass.
     (standard,) = (losses_of(record) for record in curves if role_of(record) == "standard")
@@ -91,8 +102,8 @@ def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_no
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
-    with pytest.raises(InputError, match="--mesh heads=4096 needs 4096 devices; there are"):
-        trained(CASE, "standard@heads=4096")
+    with pytest.raises(InputError, match="mesh heads=4096 needs 4096 devices; there are"):
+        training.trained(dataclasses.replace(CASE, name="", preset="debug"), run_of("standard@heads=4096"))
 
 
 def test_noise_is_other_sums_of_the_same_loss(curves):
@@ -110,9 +121,11 @@ def test_noise_is_other_sums_of_the_same_loss(curves):
 
 
 def test_a_refused_backend_says_why_and_has_no_curve(curves):
-    (refused,) = [record for record in curves if record.facts is None]
-    assert (refused.requested, refused.status, refused.mode) == ("cudnn", "unsupported", None)
-    assert refused.reasons
+    found = {record.requested: record for record in curves if record.facts is None}
+    assert list(found) == ["cudnn", "splash@data=1", "cudnn@data=1"]  # a mesh trains what runs natively
+    assert {(record.status, record.mode, bool(record.reasons)) for record in found.values()} == {
+        ("unsupported", None, True)
+    }
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -166,20 +179,38 @@ def test_a_loss_that_is_not_finite_is_kept_and_shown(curves, tmp_path):
     assert next(row for row in rows if "`lost`" in row).endswith("| nan | inf (2) | **not ready** |")
 
 
-def test_a_backend_that_raises_has_a_record_and_the_others_go_on(curves, tmp_path, monkeypatch):
-    whole = training.losses
+def test_a_backend_that_crashed_has_a_row_that_says_why(curves, tmp_path):
+    lost = dataclasses.replace(
+        curve(CASE, "backend", "lost", ()), status="crashed", error="RuntimeError: no memory", facts=None
+    )
+    write(tmp_path, [*curves, lost])
+    assert "| lost | crashed | | | | RuntimeError: no memory |" in reports.render(tmp_path).read_text()
 
-    def losses(case, run):
-        if run.name == "standard":
-            raise RuntimeError("no\nmemory")
-        return whole(case, run)
 
-    monkeypatch.setattr(training, "losses", losses)
-    broken, chunked = trained(dataclasses.replace(CASE, name="", steps=1), "standard", "chunked")
-    assert (broken.status, broken.error, broken.facts) == ("crashed", "RuntimeError: no memory", None)
-    assert (chunked.requested, chunked.status, len(chunked.facts.losses)) == ("chunked", "ok", 1)
-    write(tmp_path, [*curves, dataclasses.replace(broken, key="x", case=CASE.name, problem=dataclasses.asdict(CASE))])
-    assert "| standard | crashed | | | | RuntimeError: no memory |" in reports.render(tmp_path).read_text()
+def test_mesh_of_a_case_is_made_in_a_process_beside_the_others():
+    """On two devices the losses are those of one; a row that the mesh cannot divide says so."""
+    case = TrainingCase(preset="debug", setting="native", steps=2, batch=1, length=32, mesh="heads=2")
+    cells = {cell.row: cell for cell in LOSS_CURVE.cells(case, Request(rows=(), cases=(case,)))}
+    alone, divided = cells["standard"], cells["standard@heads=2"]
+    assert (alone.devices, divided.devices) == (1, 2)
+    thirds = dataclasses.replace(case, name="", mesh="context=3")
+    (other,) = [cell for cell in LOSS_CURVE.cells(thirds, Request(rows=(), cases=(thirds,))) if "@" in cell.row]
+    with contextlib.closing(References(60.0)) as references:
+        one, two, three = one_after_another((alone, divided, other), references, context())
+    assert len(two.facts.losses) == 2
+    assert np.allclose(losses_of(one), losses_of(two), atol=1e-4)
+    assert three.status == "unsupported"
+    assert "cannot train this" in three.reasons[0]
+
+
+def test_limit_of_time_is_one_of_each_update():
+    assert LOSS_CURVE.patience(CASE) == CASE.steps
+
+
+def test_suite_names_the_backends_of_its_rows():
+    suite = find_suite("curves")
+    assert suite.default_backends() == ("chunked", "splash", "kvax")
+    assert [(case.setting, case.steps) for case in suite.cases] == [("native", 60), ("interpreted", 8)]
 
 
 def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
@@ -201,52 +232,3 @@ def test_curves_that_cannot_be_read_are_a_sentence(curves, tmp_path):
     (tmp_path / RECORDS).write_text('{"setting": "x"}\n' * 2)
     with pytest.raises(ReportError, match=r"line 1 of .* is not a record"):
         reports.render(tmp_path)
-
-
-def test_curves_are_kept_as_they_end_and_resumed(tmp_path, monkeypatch, capsys):
-    """An interrupted command has each finished curve once, and goes on with the others in the same words alone."""
-    for name, value in (("CONTROLS", {}), ("NOISE_RUNS", 3), ("SEED_RUNS", 0)):
-        monkeypatch.setattr(loss_curve, name, value)
-    begun = []
-
-    def losses(case, run):
-        if len(begun) == 3:
-            raise KeyboardInterrupt
-        begun.append(run.name)
-        return (2.0,) * case.steps
-
-    def command(*words):
-        with pytest.raises(SystemExit) as exit_info:
-            main(
-                [
-                    "run",
-                    "--suite",
-                    "curves",
-                    "--steps",
-                    "2",
-                    "--backends",
-                    "standard",
-                    "--out",
-                    str(tmp_path / "out"),
-                    *words,
-                ]
-            )
-        return exit_info.value.code, "".join(capsys.readouterr())
-
-    monkeypatch.setattr(training, "losses", losses)
-    code, said = command()
-    assert (code, "go on with: attnsuite run --suite curves --resume --out" in said) == (130, True)
-    before = (tmp_path / "out" / RECORDS).read_bytes()
-    assert before.count(b"\n") == 3
-    code, said = command("--resume", "--interpreted-steps", "3")
-    assert (code, '"interpreted_steps": 8' in said, "cannot be resumed" in said) == (2, True, True)
-    begun[:] = [""] * 4
-    assert command("--resume")[0] == 0
-    assert (tmp_path / "out" / RECORDS).read_bytes().startswith(before)
-    assert begun[4:] == [
-        "standard, order 3",
-        "standard",
-        "standard, order 1",
-        "standard, order 2",
-        "standard, order 3",
-    ]

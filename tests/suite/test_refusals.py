@@ -78,13 +78,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--suite", "quick", "--top-k", "0.5"], "no case of this suite is about Kascade"),
         (["--suite", "kascade", "--resume", "--out", "nowhere", "--top-k", "0.5"], "cannot change a run that was"),
         # of loss curves and sharding
-        ([*CURVES, "--steps", "0"], "--steps 0 must be at least 1"),
-        ([*CURVES, "--model", "huge"], "preset 'huge' is not known; use one of"),
         ([*CURVES, "--backends", "flash"], "'flash' is not registered; use"),
-        ([*CURVES, "--top-k", "0.5"], "--top-k is not for --suite curves"),
-        ([*CURVES, "--mesh", f"data={NINES}"], "must be"),
-        (["--mesh", "data=2"], "--mesh is about loss curves; add --suite curves."),
-        ([*CURVES, "--cases", "x"], "--cases is not for --suite curves, which takes --suite, --out"),
     ],
     "compile": [
         (["--targets", "h300"], "target 'h300' cannot be compiled for; use v4, v5e, v5p, v6e, tpu7x, a100"),

@@ -78,8 +78,8 @@ def test_resuming_where_there_is_no_run_is_refused(tmp_path):
 
 
 IDENTITY = Manifest(
-    verb="curves",
-    suite="curves",
+    verb="compile",
+    suite="compile",
     asked={"steps": 2},
     target="cpu",
     versions={"jax": "1"},
@@ -96,9 +96,9 @@ def test_a_resumed_run_has_to_be_the_one_that_was_begun(tmp_path):
         store.settle(IDENTITY)
         with pytest.raises(InputError, match=r'cannot be resumed, .*: asked was {"steps": 2}, is {"steps": 3}\.'):
             store.settle(dataclasses.replace(IDENTITY, asked={"steps": 3}))
-        with pytest.raises(InputError, match=r"verb was curves, is tune"):
+        with pytest.raises(InputError, match=r"verb was compile, is tune"):
             store.settle(dataclasses.replace(IDENTITY, verb="tune"))
-    (tmp_path / MANIFEST).write_text('{"verb": "curves", "asked": {"steps": []}}')
+    (tmp_path / MANIFEST).write_text('{"verb": "compile", "asked": {"steps": []}}')
     with RunStore(tmp_path, resume=True) as store, pytest.raises(InputError, match=r"asked\.steps = a list must be"):
         store.settle(IDENTITY)
 

@@ -47,8 +47,8 @@ def test_lists_make_a_case_of_each_combination_and_the_first_varies_slowest(read
 def test_suite_of_exact_backends_leaves_out_the_approximate_ones(tmp_path, first, measured):
     path = tmp_path / "mine.toml"
     path.write_text(f"{first}{FORWARD}sequence = 8\n")
-    assert ("kascade" in find_suite(str(path)).backends()) is measured
-    assert "chunked" in find_suite(str(path)).backends()
+    assert ("kascade" in find_suite(str(path)).default_backends()) is measured
+    assert "chunked" in find_suite(str(path)).default_backends()
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
@@ -67,6 +67,7 @@ def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(rea
     [
         ("# none\n\nspeed = 1\n" + FORWARD, "line 3 (speed): it has no key 'speed'"),
         ('peers = ["tensorflow"]\n' + FORWARD, "line 1 (peers): peers: 'tensorflow' is no peer"),
+        ('backends = ["flash"]\n' + FORWARD, "line 1 (backends): backends: backend 'flash' is not registered; use"),
         (f"{FORWARD}sequence = 8\n\n{FORWARD}sequence = 0\n", "line 7 (sequence): a case of kind op_forward: sequence"),
         (f"{FORWARD}sequence = [\n  8,\n  0,\n]\nseed = 1\n", "line 3 (sequence): a case of kind op_forward: seq"),
         (f"# one\n{FORWARD}heads = 8\n", "line 2: a case of kind op_forward: it lacks the key sequence"),

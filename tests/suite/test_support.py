@@ -2,6 +2,7 @@
 
 import importlib.util
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,8 @@ from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.registry import BUILT_IN
 from attnsuite.models.config import AttentionType, ModelConfig
 from attnsuite.models.planning import attention_spec
-from attnsuite.suite.subprocess_results import results_in_subprocess
+from attnsuite.suite.grid.work import subprocess
+from attnsuite.suite.kinds.conformance import in_subprocess
 from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 from attnsuite.testing import checks, verdicts
 
@@ -52,7 +54,7 @@ def test_pages_of_backends_are_what_backends_and_published_records_say():
 def test_verdicts_in_the_matrix_are_what_is_found(name, verdict):
     here = Target.here()
     subject = verdicts.Subject(registry.get(name), here)
-    elsewhere = results_in_subprocess(name, subject) if verdict == "deterministic" else None
+    elsewhere = in_subprocess(name, subject, partial(subprocess, name)) if verdict == "deterministic" else None
     found = verdicts.ask(verdict, subject, elsewhere)
     said = "yes" if verdict == "isolates" and name in checks.ISOLATING else checks.MEASURED[verdict][name]
     if said == MODE:  # with the option; without it another number of cores shows that it is no

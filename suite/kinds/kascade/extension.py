@@ -16,7 +16,6 @@ from .flags import applied, combinations
 from .methods import SWEPT
 from .schedules import ScheduleFlags
 from .selection import SelectionCase
-from .suites import SUITES
 
 if TYPE_CHECKING:
     from attnsuite.models import Checkpoint, ModelConfig, Transformer
@@ -26,7 +25,7 @@ TOP_K, TILE_SIZE = 0.125, 16  # in the suite of a checkpoint, and in a model cas
 
 class _Kascade(Extension):
     backend: ClassVar = "kascade"
-    suites: ClassVar = SUITES
+    suites: ClassVar = ("kascade", "kascade-finetune")
     model_suite: ClassVar = guide.NAME
     # Beside Kascade on a text: dense, the best possible selection, and controls that have to fail.
     rows: ClassVar = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")

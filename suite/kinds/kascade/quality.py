@@ -6,7 +6,6 @@ attention filled, so that only the decode steps are sparse. The exception is the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from attnsuite.models.forward import forward, forward_cached
 from attnsuite.models.loss import token_nats
 from attnsuite.models.planning import Resolutions, attention_spec
 
+from ...cell import Outcome
 from ...errors import CellFailure
 from ...measure.text import bits
 from . import controls, dense
@@ -34,16 +34,7 @@ from .selection import SelectionCase
 DECODED = 64  # tokens at the end of a text that are decoded
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowQuality:
-    """Figures, the raw values behind them, and notes for the reader."""
-
-    figures: dict[str, float]
-    series: dict[str, tuple[float, ...]]
-    notes: tuple[str, ...]
-
-
-def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | None) -> RowQuality:
+def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | None) -> Outcome:
     """The row ``method`` of ``case``. Raises CellFailure where its logits are not finite."""
     model, questions = dense.case_model(case), dense.problem(case, text)
     theirs = dense.read_dense(reference)
@@ -66,7 +57,7 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     notes = _schedule_note(method, schedule)
     if controls.runs_kascade(method):
         notes += controls.row_settings(method, settings_of(case), _spec(case, model.config), Target.here())[1]
-    return RowQuality(figures, series, notes)
+    return Outcome(quality=figures, series=series, notes=notes)
 
 
 def refusals(case: SelectionCase, method: str, config: ModelConfig, target: Target) -> tuple[str, ...]:

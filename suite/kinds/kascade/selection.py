@@ -12,11 +12,11 @@ from msgspec import Meta
 from attnsuite.backends import Target
 from attnsuite.backends.kascade import GREEDY_RULES
 
-from ...cell import Cell, Means, Outcome, Prepared, Request
+from ...cell import Cell, Means, Prepared, Request
 from ...errors import CellFailure, InputError
 from ...flag_values import is_whole, parts_of
 from ...typed import Count, Seed
-from ..kind import Kernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
+from ..kind import LOSS, Kernel, Keys, Kind, Layers, Least, Long, Share, cell, check_fields, name_case, refused
 from .methods import FINE_TUNED, METHODS, rows_of, settings_of
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class Selections(Kind):
     case: ClassVar = SelectionCase
     shares_process: ClassVar = True
     controlled: ClassVar = {"kascade_text": "kascade"}
+    results: ClassVar = {"recall": "recall {:.3f}", **LOSS}
 
     def rows(self, case: SelectionCase) -> tuple[str, ...]:
         """The ways to choose that the case compares."""
@@ -154,8 +155,7 @@ class Selections(Kind):
 
         if means.reference is None:
             raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")
-        found = quality.measure(case, cell.row, means.reference, means.text)
-        return Prepared(Outcome(quality=found.figures, series=found.series, notes=found.notes))
+        return Prepared(quality.measure(case, cell.row, means.reference, means.text))
 
 
 def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:

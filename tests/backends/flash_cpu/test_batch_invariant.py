@@ -7,7 +7,8 @@ import functools
 import pytest
 
 from attnsuite.backends import Takes, Target, attention, from_function, registry
-from attnsuite.suite.subprocess_results import results_in_subprocess
+from attnsuite.suite.grid.work import subprocess
+from attnsuite.suite.kinds.conformance import in_subprocess
 from attnsuite.suite.user_function import register_functions
 from attnsuite.testing import Conformance, verdicts
 
@@ -66,6 +67,6 @@ def test_the_number_of_cores_changes_no_bit_with_the_option(tmp_path):
     row = f"{tmp_path / 'mine.py'}:mine"
     register_functions([row])
     subject = verdicts.Subject(registry.get(row), Target.here(), seed=7)
-    found = verdicts.ask("deterministic", subject, results_in_subprocess(row, subject))
+    found = verdicts.ask("deterministic", subject, in_subprocess(row, subject, functools.partial(subprocess, row)))
     assert found.answer == "yes", found
     assert "one processor core" in found.said

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from unittest import mock
 
 import jax
 import pytest
@@ -9,20 +10,14 @@ import pytest
 from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Request
-from attnsuite.suite.grid.executors import here
-from attnsuite.suite.grid.running import Limits, RunContext
+from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import loss_curve, training
-from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase, own_runs
+from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase
 
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 CONFIG = ModelConfig.from_preset(
     "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
 )
-
-
-class Silent:
-    def doing(self, *_):
-        pass
 
 
 @pytest.mark.needs_kvax
@@ -40,10 +35,11 @@ def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(m
     run_kernel = interpret.execute
     monkeypatch.setattr(interpret, "execute", execute)
     limits = Limits(math.inf, 2**40)
-    context = RunContext(suite="curves", limits=limits, environment={}, text=None, watcher=Silent())
+    context = RunContext(suite="curves", limits=limits, environment={}, text=None, watcher=mock.Mock())
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # strict is for backends only
-        cells = LOSS_CURVE.cells(CASE, Request(rows=(*own_runs(), "kvax"), cases=(CASE,)))
-        curves = list(here(cells, context))
+        cells = LOSS_CURVE.cells(CASE, Request(rows=("kvax",), cases=(CASE,)))
+        outcomes = [(cell, LOSS_CURVE.prepare(cell, CASE, mock.Mock()).outcome) for cell in cells]
+    curves = [Running(cell, outcome=outcome).record(context) for cell, outcome in outcomes]
     found = {curve.requested: (curve, verdict) for curve, verdict in verdicts(curves)}
     assert found["kvax"][0].mode == "interpret"
     # Not by a difference: the losses of so small a model are those of standard in every bit on some processors.
