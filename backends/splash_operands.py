@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import may_attend
+from .contract import is_whole, may_attend
 from .devices import KIB, TPUS, Target
 from .features import BASIC_FEATURES, Feature, Mode, refusal
 from .layout import Layout
@@ -96,7 +96,7 @@ def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str
 
 def is_block(value: object) -> bool:
     """Whether an option's value is a multiple of :data:`LANES`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= LANES and value % LANES == 0
+    return is_whole(value, LANES) and value % LANES == 0
 
 
 def default_block(target: Target) -> int:
