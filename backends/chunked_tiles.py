@@ -83,12 +83,6 @@ def tile_keys(x: Array, heads: int, block: int) -> Array:
     return x.transpose(0, 2, 1, 3).reshape(b * kv_heads // heads, heads, s, d)
 
 
-def untile_keys(x: Array, spec: AttentionSpec) -> Array:
-    """The inverse: -> [B, S, K, D]."""
-    x = x.reshape(spec.batch, spec.num_kv_heads, -1, x.shape[-1]).transpose(0, 2, 1, 3)
-    return x[:, : spec.key_value_length]
-
-
 def columns_of(x: Array, heads: int, block: int) -> Array:
     """[B, S, K, D] -> [tiles * kv_blocks, heads, block, D]: one entry per KV block, for the backward pass."""
     x = tile_keys(x, heads, block)
@@ -99,7 +93,9 @@ def columns_of(x: Array, heads: int, block: int) -> Array:
 def uncolumns(x: Array, spec: AttentionSpec, tiles: int) -> Array:
     """The inverse: -> [B, S, K, D]."""
     _, heads, block, d = x.shape
-    return untile_keys(x.reshape(tiles, -1, heads, block, d).swapaxes(1, 2), spec)
+    x = x.reshape(tiles, -1, heads, block, d).swapaxes(1, 2)
+    x = x.reshape(spec.batch, spec.num_kv_heads, -1, d).transpose(0, 2, 1, 3)
+    return x[:, : spec.key_value_length]
 
 
 def narrowed(x: Float[Array, "..."], program: Program) -> Array:

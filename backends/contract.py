@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -273,6 +273,11 @@ def may_attend(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#batch #head
     for term in terms[1:]:
         mask = mask & term
     return mask
+
+
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether ``value`` is an integer of at least ``least``, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_options(

@@ -78,6 +78,8 @@ KNOWN_KINDS: dict[str, Tpu | NvidiaGpu] = {
 }  # fmt: skip
 TPUS = {kind: known for kind, known in KNOWN_KINDS.items() if isinstance(known, Tpu)}
 NVIDIA_GPUS = {kind: known for kind, known in KNOWN_KINDS.items() if isinstance(known, NvidiaGpu)}
+# Shared memory of a thread block by compute capability (CUDA programming guide, technical specifications).
+SHARED_LIMITS = {known.compute_capability: known.shared_memory - KIB for known in NVIDIA_GPUS.values()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -169,7 +169,10 @@ def block_reader(
     are NaN, as in :func:`of_sequences`. Slots behind the last are the last.
     """
     every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec)).reshape(-1, x.shape[2])
-    flat = _as_bits(jnp.asarray(x)).reshape(-1, *x.shape[2:])
+    # Numbers that XLA's CPU compiler would widen as a whole to read some of them are read as integers of their bits.
+    integers = {"bfloat16": jnp.uint16, "float8_e4m3fn": jnp.uint8}.get(str(x.dtype))
+    flat = jnp.asarray(x) if integers is None else lax.bitcast_convert_type(x, integers)
+    flat = flat.reshape(-1, *x.shape[2:])
     pages, outside = pages_in_pool(spec, layout)
 
     def read(tile: Array, start: Array, width: int) -> Float[Array, "heads width dim"]:
@@ -186,12 +189,6 @@ def block_reader(
         return numbers if outside is None else jnp.where(outside[sequence, slots][None, :, None], jnp.nan, numbers)
 
     return read
-
-
-def _as_bits(x: Array) -> Array:
-    """Numbers that XLA's CPU compiler would widen as a whole to read some of them, as integers of their bits."""
-    integers = {"bfloat16": jnp.uint16, "float8_e4m3fn": jnp.uint8}
-    return lax.bitcast_convert_type(x, integers[str(x.dtype)]) if str(x.dtype) in integers else x
 
 
 def _multiplied(spec: AttentionSpec, numbers: Num[Array, "*rows dim"], scales: Float[Array, "*rows"] | None) -> Array:

@@ -106,7 +106,12 @@ def make_spec(
         )
     if layout.page_table is not None:
         options |= {"num_pages": rows, "page_size": kv_len}
-        kv_len *= _check_page_table(layout.page_table, batch)
+        table = tuple(layout.page_table.shape)
+        if len(table) != 2 or table[0] != batch or not table[1]:
+            raise ValueError(
+                f"page_table has shape {table}; expected ({batch}, pages_per_sequence), a row per sequence."
+            )
+        kv_len *= table[1]
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if str(key.dtype) == str(value.dtype) in KV_DTYPES:
         options["kv_dtype"] = str(key.dtype)
@@ -276,15 +281,6 @@ def unseeing_rows(layout: Layout) -> Bool[Array, "#batch #q_len"] | None:
     if layout.query_segment_ids is not None:
         found.append(jnp.asarray(layout.query_segment_ids) < 0)
     return functools.reduce(jnp.logical_or, found) if found else None
-
-
-def _check_page_table(table: Any, batch: int) -> int:
-    """The pages of a sequence. Raises ValueError unless ``table`` is ``[batch, pages_per_sequence]``."""
-    if len(table.shape) != 2 or table.shape[0] != batch or not table.shape[1]:
-        raise ValueError(
-            f"page_table has shape {tuple(table.shape)}; expected ({batch}, pages_per_sequence), a row per sequence."
-        )
-    return table.shape[1]
 
 
 def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[int, int]) -> Layout:

@@ -15,13 +15,14 @@ from jax import lax
 def varying(x: Any, like: Any) -> Any:
     """The arrays of ``x``, with a type that varies over every manual axis over which an array of ``like`` does."""
     axes = frozenset().union(*map(_axes, jax.tree.leaves(like)))
-    return jax.tree.map(lambda part: _over(part, axes - _axes(part)), x) if axes else x
+
+    def over_all(part: Any) -> Any:
+        missing = axes - _axes(part)
+        return lax.pcast(part, tuple(sorted(missing)), to="varying") if missing else part
+
+    return jax.tree.map(over_all, x)
 
 
 def _axes(x: Any) -> frozenset[str]:
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
-
-
-def _over(x: Any, axes: frozenset[str]) -> Any:
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

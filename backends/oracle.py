@@ -245,14 +245,9 @@ def contiguous(spec: AttentionSpec, layout: Layout, x: Any, scales: Any) -> Floa
         for i, page in enumerate(entries):
             if 0 <= page < rows.shape[0]:
                 slots[b, i * spec.page_size : (i + 1) * spec.page_size] = rows[page]
-    unseen = unseen_slots(spec, layout)
-    return np.where(unseen[..., None, None], 0.0, slots)
-
-
-def unseen_slots(spec: AttentionSpec, layout: Layout) -> Bool[np.ndarray, "b s"]:
-    """True for the slots that no query of their sequence attends to."""
     bare = dataclasses.replace(spec, num_pages=None, page_size=None, kv_layout="NHD")
-    return np.asarray(unseen_keys(bare, dataclasses.replace(layout, page_table=None)).all(-1))
+    unseen = unseen_keys(bare, dataclasses.replace(layout, page_table=None)).all(-1, keepdims=True)
+    return np.where(unseen[..., None], 0.0, slots)
 
 
 def _scale(spec: AttentionSpec) -> float:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import Plan, may_attend
+from .contract import Plan, is_whole, may_attend
 from .devices import KIB, Target
 from .features import Mode, Takes, refusal
 from .kv_cache import pages_in_pool
@@ -62,7 +62,8 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     """
     per_block = _pages_per_block(spec, options)
     table, outside = pages_in_pool(spec, layout)
-    pages = _contiguous(spec) if table is None else table[:, None] * spec.num_kv_heads + _heads(spec)
+    heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :, None]
+    pages = _contiguous(spec) if table is None else table[:, None] * spec.num_kv_heads + heads
     mask = may_attend(spec, layout)
     seen = jnp.ones((1, 1), bool) if mask is None else mask[:, 0, 0]
     seen = jnp.broadcast_to(seen, (spec.batch, spec.key_value_length))
@@ -155,10 +156,6 @@ def _page_size(spec: AttentionSpec) -> int | None:
     return spec.page_size or next(whole, None)
 
 
-def _heads(spec: AttentionSpec) -> Int[Array, "1 k 1"]:
-    return jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :, None]
-
-
 def _contiguous(spec: AttentionSpec) -> Int[Array, "b k pages_per_sequence"]:
     """The pages of keys ``[batch, kv_heads, length, head_dim]``."""
     count = spec.batch * spec.num_kv_heads * spec.key_value_length // (_page_size(spec) or 1)
@@ -168,7 +165,7 @@ def _contiguous(spec: AttentionSpec) -> Int[Array, "b k pages_per_sequence"]:
 def _pages_per_block(spec: AttentionSpec, options: Mapping[str, Any]) -> int:
     size = _page_size(spec) or 1
     given = options.get("pages_per_block", max(1, _SLOTS // size))
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+    if not is_whole(given):
         raise ValueError(
             f"paged_attention: pages_per_block={given!r} is not accepted; it is {OPTIONS['pages_per_block']}."
         )

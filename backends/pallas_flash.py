@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .contract import Plan
 from .devices import Target
@@ -35,7 +35,9 @@ _PADDING = -1
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
     """Prepare only the ids of the padding; there are no options."""
-    ids = _padding_ids(spec)
+    length, ids = round_up(spec.query_length, _BLOCK), None
+    if not spec.is_causal and length > spec.query_length:  # under a causal mask no token sees the padding behind it
+        ids = padded(jnp.zeros((spec.batch, spec.query_length), jnp.int32), length, fill=_PADDING)
     kernel, block = kernel_module(), 128 if spec.head_dim <= 128 else 64
     sizes = kernel.BlockSizes(block_q=block, block_k=block)
     run = functools.partial(kernel.mha, sm_scale=spec.softmax_scale, causal=spec.is_causal, block_sizes=sizes)
@@ -44,7 +46,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
         query: Float[Array, "b t n h"], key: Float[Array, "b t k h"], value: Float[Array, "b t k h"], terms: Terms
     ) -> Float[Array, "b t n h"]:
         key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
-        operands = (padded(x, round_up(spec.query_length, _BLOCK)) for x in (query, key, value))
+        operands = (padded(x, length) for x in (query, key, value))
         return run(*operands, ids, interpret=mode == "interpret")[:, : spec.query_length]
 
     return Plan.stateless(attend, gradient=False, key_blocks=(block,))
@@ -56,14 +58,6 @@ def kernel_module() -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)  # see the module's docstring
         from jax.experimental.pallas.ops.gpu import attention  # noqa: PLC0415
     return attention
-
-
-def _padding_ids(spec: AttentionSpec) -> Int[Array, "b padded"] | None:
-    """Ids that mark padding; None under a causal mask, where no token sees the padding behind it."""
-    if spec.is_causal or spec.query_length % _BLOCK == 0:
-        return None
-    ids = jnp.zeros((spec.batch, spec.query_length), jnp.int32)
-    return padded(ids, round_up(spec.query_length, _BLOCK), fill=_PADDING)
 
 
 def _position_reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:

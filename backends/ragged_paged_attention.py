@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import choices, kv_cache
 from .chunked import CHUNKED
-from .contract import Plan, positions
+from .contract import Plan, is_whole, positions
 from .devices import Target
 from .features import INSTEAD, Mode, Takes, refusal
 from .layout import Layout
@@ -227,8 +227,7 @@ def _sizes(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> tuple[
         facts = _facts(spec, sequences)
     found, notes = choices.with_tuned(given, "ragged_paged_attention", OPTIONS, target, spec, facts)
     for name, value in (sizes := sizes | found).items():
-        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not whole or (name == "sequences" and spec.key_value_length % value):
+        if not is_whole(value) or (name == "sequences" and spec.key_value_length % value):
             raise ValueError(
                 f"ragged_paged_attention: {name}={value!r} is not accepted for key_value_length="
                 f"{spec.key_value_length}; it is {OPTIONS[name]}."

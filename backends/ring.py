@@ -61,7 +61,8 @@ def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     if not by_position(spec):
         spec = dataclasses.replace(spec, has_positions=False)
         return spec, spec
-    if _by_slot(spec):
+    over_slots = spec.positional_mask == Causal() and not spec.has_positions
+    if over_slots and spec.query_length == spec.key_value_length:  # a share is all visible or all hidden, or the own
         return spec, dataclasses.replace(spec, is_causal=False)
     spec = dataclasses.replace(spec, has_positions=True)
     return spec, spec
@@ -203,9 +204,3 @@ def with_positions(layout: Layout, axis: str, batch: int, sides: Mapping[str, in
     }
     places = {name: jnp.broadcast_to(row[None, :], (batch, row.size)) for name, row in rows.items()}
     return dataclasses.replace(layout, **places)
-
-
-def _by_slot(spec: AttentionSpec) -> bool:
-    """Whether the mask is causal over slots only: every share but the own is then all visible or all hidden."""
-    alone = spec.positional_mask == Causal() and not spec.has_positions
-    return alone and spec.query_length == spec.key_value_length

@@ -95,7 +95,8 @@ class AttentionSpec(Announced):
         scores.check(self.score_function)
         for name in ("scale", "logits_soft_cap"):
             value = getattr(self, name)
-            if value is not None and not (_is_real(value) and math.isfinite(value) and value > 0):
+            is_real = _is_int(value) or isinstance(value, (float, np.floating))
+            if value is not None and not (is_real and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
         _check_keys_and_values(self)
         for field in dataclasses.fields(self):
@@ -173,10 +174,6 @@ def _check_keys_and_values(spec: AttentionSpec) -> None:
 
 def _is_int(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _is_real(x: object) -> bool:
-    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
 def _is_window(x: object) -> bool:

@@ -31,18 +31,17 @@ from .devices import Target
 from .features import Mode, Takes
 from .layout import Layout
 from .spec import AttentionSpec
-from .splash_blocks import TUNED_OPTION, SplashKernel, maker, read_options
+from .splash_blocks import TUNED_OPTION, SplashKernel, plan_of, read_blocks
 from .splash_mask import Masking, of_nothing
 from .splash_operands import (
     BLOCK_OPTIONS,
     DTYPES,
     FEATURES,
     Blocks,
-    blocks_of,
     default_precision,
     from_kernel,
     no_sinks,
-    reasons_of,
+    reasons,
     rows_to_kernel,
     segment_ids,
     to_kernel,
@@ -103,8 +102,8 @@ class Splash(SplashKernel):
         If a row sees one key only, over all devices, this part cannot know it: that key's gradient is zero but for
         rounding.
         """
-        given, _ = read_options(self.name, self.options, spec, target, options)
-        return _part(spec, layout, blocks_of(self.name, spec, target, given), mode == "interpret")
+        blocks, _ = read_blocks(self.name, self.options, spec, target, options)
+        return _part(spec, layout, blocks, mode == "interpret")
 
 
 def _part(spec: AttentionSpec, layout: Layout, blocks: Blocks, interpret: bool) -> Part:
@@ -158,7 +157,7 @@ SPLASH = Splash(
         because={"dtype": "whose kernel computes as TPUs do", "mask": _LINEAR, "bias": _LINEAR},
     ),
     platform="tpu",
-    reasons=reasons_of("splash"),
+    reasons=functools.partial(reasons, "splash"),
     options=OPTIONS,
-    make=maker("splash", OPTIONS, kernel_of),
+    make=functools.partial(plan_of, "splash", OPTIONS, kernel_of),
 )

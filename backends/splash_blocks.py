@@ -1,4 +1,4 @@
-"""A splash kernel as a backend, and its block sizes: read from options, tried by ``attnsuite tune``, and counted.
+"""A splash kernel as a backend: its plan, and its block sizes, read from options, tried by ``tune``, and counted.
 
 For JAX's splash and tokamax's alike; no kernel is imported here.
 """
@@ -9,14 +9,33 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from . import choices
 from .contract import Plan, check_options
 from .devices import Target
 from .features import Mode
 from .layout import Layout
+from .operands import Terms
 from .spec import AttentionSpec
 from .splash_mask import Masking, visited_blocks
-from .splash_operands import BLOCK_OPTIONS, LANES, Blocks, blocks_of, is_block, plan_of
+from .splash_operands import (
+    BLOCK_OPTIONS,
+    LANES,
+    Blocks,
+    blocks_of,
+    default_precision,
+    from_kernel,
+    in_context,
+    is_block,
+    no_sinks,
+    one_key_is_seen,
+    scaling_notes,
+    segment_ids,
+    to_kernel,
+)
 from .tunable import KernelWork
 from .vendor_kernel import VendorKernel, round_up
 
@@ -81,34 +100,48 @@ class SplashKernel(VendorKernel):
         )
 
 
-def maker(
-    name: str, options: Mapping[str, str], kernel_of: Callable[..., Callable[..., Any]]
-) -> Callable[[AttentionSpec, Layout, Target, Mode, dict[str, Any]], Plan]:
-    """``VendorKernel.make`` of a splash kernel: the block masks are made once for all layers.
+def plan_of(
+    name: str,
+    accepted: Mapping[str, str],
+    kernel_of: Callable[..., Callable[..., Array]],
+    spec: AttentionSpec,
+    layout: Layout,
+    target: Target,
+    mode: Mode,
+    options: Mapping[str, Any],
+) -> Plan:
+    """The plan of a splash kernel. The block masks are made once for all layers.
 
-    ``kernel_of(masking, blocks, soft_cap, interpret)`` gives a function of query, key, value, segment ids and sinks.
+    ``kernel_of(masking, blocks, soft_cap, interpret)`` gives a function of query, key, value, segment ids and sinks of
+    one batch entry, padded to whole blocks.
     """
-    read = reader(name, options)
+    blocks, notes = read_blocks(name, accepted, spec, target, options)
+    lengths = blocks.lengths
+    run = kernel_of(Masking.of(spec, *lengths), blocks, spec.logits_soft_cap, mode == "interpret")
+    ids, without = segment_ids(spec, layout, lengths), no_sinks(spec)
+    alone = one_key_is_seen(ids) if spec.needs_grad and not spec.has_sinks else None
+    call = jax.vmap(run, (0, 0, 0, None if ids is None else 0, None))
+    call = call if spec.dtype == "float32" else in_context(call, default_precision)
 
-    def make(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, given: dict[str, Any]) -> Plan:
-        blocks, notes = read(spec, target, given)
-        masking = Masking.of(spec, *blocks.lengths)
-        run = kernel_of(masking, blocks, spec.logits_soft_cap, mode == "interpret")
-        return plan_of(spec, layout, blocks, run, notes)
+    def attend(
+        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], terms: Terms
+    ) -> Float[Array, "b t n v"]:
+        sinks = without if terms.sinks is None else jnp.asarray(terms.sinks)
+        if alone is not None:
+            query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
+        q, k, v = to_kernel(spec, lengths, query, key, value)
+        return from_kernel(spec, call(q, k, v, ids, sinks))
 
-    return make
+    notes = (*scaling_notes(spec), *notes)
+    return Plan.stateless(attend, notes, gradient=spec.needs_grad, key_blocks=blocks.keys)
 
 
-def reader(
-    name: str, options: Mapping[str, str]
-) -> Callable[[AttentionSpec, Target, Mapping[str, Any]], tuple[Blocks, tuple[str, ...]]]:
-    """``VendorKernel.check`` of a splash kernel: the blocks of these options, and whose figures they follow."""
-
-    def read(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> tuple[Blocks, tuple[str, ...]]:
-        checked_options, notes = read_options(name, options, spec, target, given)
-        return blocks_of(name, spec, target, checked_options), notes
-
-    return read
+def read_blocks(
+    name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None
+) -> tuple[Blocks, tuple[str, ...]]:
+    """The blocks of the options, and whose figures they follow. Raises ValueError."""
+    given, notes = read_options(name, accepted, spec, target, options)
+    return blocks_of(name, spec, target, given), notes
 
 
 def read_options(

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .contract import Plan, may_attend
+from .contract import is_whole, may_attend
 from .devices import KIB, TPUS, Target
 from .features import BASIC_FEATURES, Feature, Mode, refusal
 from .layout import Layout
-from .operands import Terms
 from .spec import AttentionSpec
 from .vendor_kernel import padded, round_up
 
@@ -97,7 +96,7 @@ def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str
 
 def is_block(value: object) -> bool:
     """Whether an option's value is a multiple of :data:`LANES`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= LANES and value % LANES == 0
+    return is_whole(value, LANES) and value % LANES == 0
 
 
 def default_block(target: Target) -> int:
@@ -234,29 +233,6 @@ def default_precision() -> Any:
     return jax.default_matmul_precision("default")
 
 
-def plan_of(
-    spec: AttentionSpec, layout: Layout, blocks: Blocks, run: Callable[..., Array], notes: tuple[str, ...] = ()
-) -> Plan:
-    """The plan of a kernel: ``run(q, k, v, ids, sinks)`` of one batch entry, padded to whole ``blocks``."""
-    lengths = blocks.lengths
-    ids, without = segment_ids(spec, layout, lengths), no_sinks(spec)
-    alone = one_key_is_seen(ids) if spec.needs_grad and not spec.has_sinks else None
-    call = jax.vmap(run, (0, 0, 0, None if ids is None else 0, None))
-    call = call if spec.dtype == "float32" else in_context(call, default_precision)
-
-    def attend(
-        query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], terms: Terms
-    ) -> Float[Array, "b t n v"]:
-        sinks = without if terms.sinks is None else jnp.asarray(terms.sinks)
-        if alone is not None:
-            query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
-        q, k, v = to_kernel(spec, lengths, query, key, value)
-        return from_kernel(spec, call(q, k, v, ids, sinks))
-
-    notes = (*scaling_notes(spec), *notes)
-    return Plan.stateless(attend, notes, gradient=spec.needs_grad, key_blocks=blocks.keys)
-
-
 def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:
     """That a kernel gets a half-precision query that the scale has rounded, where it does."""
     if spec.dtype == "float32" or math.frexp(spec.softmax_scale)[0] == 0.5:
@@ -268,17 +244,13 @@ def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:
     return (note,)
 
 
-def reasons_of(name: str) -> Callable[[AttentionSpec, Target, Mode, Mapping[str, Any]], Iterator[str]]:
-    """``VendorKernel.reasons`` of a splash kernel: what a mask by slot cannot say, and sinks of one token."""
-
-    def reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
-        if spec.has_positions and spec.positional_mask is not None and spec.query_length > 1:
-            given = f"an array of explicit positions with query_length={spec.query_length}"
-            yield refusal(name, given, "whose mask is by slot", "one query token, or positions that are arange")
-        if spec.has_sinks and spec.query_length == 1 < spec.group_size:
-            heads = f"num_heads={spec.num_heads} on num_kv_heads={spec.num_kv_heads}"
-            given = f"an array of attention sinks with query_length=1 and {heads}"
-            why = "whose rows are then the heads of a group and share one sink"
-            yield refusal(name, given, why, "more query tokens, or as many KV heads as heads")
-
-    return reasons
+def reasons(name: str, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
+    """What a mask by slot cannot say, and sinks of one token; ``name`` is the backend's."""
+    if spec.has_positions and spec.positional_mask is not None and spec.query_length > 1:
+        given = f"an array of explicit positions with query_length={spec.query_length}"
+        yield refusal(name, given, "whose mask is by slot", "one query token, or positions that are arange")
+    if spec.has_sinks and spec.query_length == 1 < spec.group_size:
+        heads = f"num_heads={spec.num_heads} on num_kv_heads={spec.num_kv_heads}"
+        given = f"an array of attention sinks with query_length=1 and {heads}"
+        why = "whose rows are then the heads of a group and share one sink"
+        yield refusal(name, given, why, "more query tokens, or as many KV heads as heads")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from . import kv_cache
 from .contract import Plan, check_options, may_attend, positions
@@ -70,7 +70,8 @@ def _formula(spec: AttentionSpec, layout: Layout, target: Target) -> Callable[..
     """
     pairs = may_attend(spec, layout)
     pairs = None if pairs is None else _by_group(spec, pairs)
-    apart = _distances(spec, layout)[:, None, None] if spec.has_alibi else None
+    q_pos, k_pos = (jnp.asarray(x)[:, None, None] for x in positions(spec, layout))
+    apart = jnp.abs(q_pos[..., None] - k_pos[..., None, :]) if spec.has_alibi else None
     # For one row XLA's loop on a CPU adds the values one after the other, which loses digits over a long cache, and
     # takes longer; for two it calls a kernel.
     doubled = target.platform == "cpu" and spec.query_length * spec.group_size == 1
@@ -149,12 +150,6 @@ def _modified(spec: AttentionSpec, layout: Layout, logits: Float[Array, "b k g t
     batch, head = batch.reshape(-1, 1, 1, 1, 1), head.reshape(1, spec.num_kv_heads, -1, 1, 1)
     q_pos, k_pos = (jnp.asarray(x)[:, None, None] for x in positions(spec, layout))
     return spec.score_function(logits, batch, head, q_pos[..., None], k_pos[..., None, :])
-
-
-def _distances(spec: AttentionSpec, layout: Layout) -> Int[Array, "#batch q_len kv_len"]:
-    """How far apart each query and key are, by their positions. Quadratic: for references and short input."""
-    q_pos, k_pos = (jnp.asarray(x) for x in positions(spec, layout))
-    return jnp.abs(q_pos[:, :, None] - k_pos[:, None, :])
 
 
 def without_unread(

@@ -21,9 +21,9 @@ from jaxtyping import Array
 
 from . import tokamax_package
 from .features import Mode, Takes
-from .splash_blocks import TUNED_OPTION, SplashKernel, maker, reader
+from .splash_blocks import TUNED_OPTION, SplashKernel, plan_of, read_blocks
 from .splash_mask import Masking, of_nothing
-from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, reasons_of
+from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, reasons
 
 OPTIONS = BLOCK_OPTIONS | TUNED_OPTION
 
@@ -76,9 +76,9 @@ TOKAMAX_SPLASH = SplashKernel(
         because={"dtype": "whose kernel computes as TPUs do", "mask": "whose mask is by slot"},
     ),
     platform="tpu",
-    reasons=reasons_of("tokamax_splash"),
+    reasons=functools.partial(reasons, "tokamax_splash"),
     missing=missing,
     options=OPTIONS,
-    check=reader("tokamax_splash", OPTIONS),
-    make=maker("tokamax_splash", OPTIONS, _kernel_of),
+    check=functools.partial(read_blocks, "tokamax_splash", OPTIONS),
+    make=functools.partial(plan_of, "tokamax_splash", OPTIONS, _kernel_of),
 )

@@ -72,7 +72,8 @@ def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:
         "q_k_dot_precision": _PRECISION,
         "weights_v_dot_precision": _PRECISION,
     }
-    block_q, block_k = (min(max(_power(n), 16), _BLOCK) for n in (spec.query_length, spec.key_value_length))
+    powers = (1 << (n - 1).bit_length() for n in (spec.query_length, spec.key_value_length))
+    block_q, block_k = (min(max(n, 16), _BLOCK) for n in powers)
     run_forward = functools.partial(
         forward._fwd,  # noqa: SLF001
         config=forward.Config(block_q=block_q, block_k=block_k, **_COMPILER),
@@ -126,11 +127,6 @@ def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:
         return jnp.where(seeing, kernel(jnp.where(seeing, q, 0), k, v, length), 0)
 
     return attention
-
-
-def _power(length: int) -> int:
-    """The next power of two."""
-    return 1 << (length - 1).bit_length()
 
 
 def _ranges(spec: AttentionSpec, length: Int[Array, ""] | None) -> Ranges:

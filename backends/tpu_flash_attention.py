@@ -103,8 +103,7 @@ def _bias(
     bias = jnp.where(blind, 0, jnp.asarray(bias, jnp.float32) - jnp.where(blind, 0, largest))
     bias = jnp.maximum(bias / spec.softmax_scale, _LOWEST)
     shape = spec.batch, spec.num_heads, spec.query_length, spec.key_value_length
-    behind = ((0, length - own) for length, own in zip(lengths, shape[2:], strict=True))
-    return jnp.pad(jnp.broadcast_to(bias, shape), ((0, 0), (0, 0), *behind))
+    return padded(padded(jnp.broadcast_to(bias, shape), lengths[0], 2), lengths[1], 3)
 
 
 def _block_sizes(rows: int, keys: int) -> Any:

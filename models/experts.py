@@ -32,24 +32,18 @@ def gated(activation: Activation, gate: Array, up: Array) -> Array:
             return (up + 1) * gate * jax.nn.sigmoid(gate * _SHARPNESS)
 
 
-def expert_weights(
-    config: ModelConfig, layer: Params, x: Float[Array, "batch length hidden"]
-) -> Float[Array, "batch length experts"]:
-    """The weight of each expert in each token's output, float32: zero for an expert that was not chosen."""
-    scores = jnp.einsum("bti,ei->bte", x, layer["router"].astype(x.dtype), preferred_element_type=jnp.float32)
-    if config.expert_bias:
-        scores = scores + layer["router_bias"].astype(jnp.float32)
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.chosen_experts)
-    if config.normalise_experts:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return (jax.nn.one_hot(chosen, scores.shape[-1]) * weights[..., None]).sum(-2)
-
-
 def mixture(
     config: ModelConfig, layer: Params, x: Float[Array, "batch length hidden"]
 ) -> Float[Array, "batch length hidden"]:
-    """The output of a layer's experts."""
-    weights = jnp.moveaxis(expert_weights(config, layer, x).astype(x.dtype), -1, 0)
+    """The output of a layer's experts. In float32 the router weighs them: zero for an expert that was not chosen."""
+    scores = jnp.einsum("bti,ei->bte", x, layer["router"].astype(x.dtype), preferred_element_type=jnp.float32)
+    if config.expert_bias:
+        scores = scores + layer["router_bias"].astype(jnp.float32)
+    chosen_weights, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.chosen_experts)
+    if config.normalise_experts:
+        chosen_weights = chosen_weights / chosen_weights.sum(-1, keepdims=True)
+    weights = (jax.nn.one_hot(chosen, scores.shape[-1]) * chosen_weights[..., None]).sum(-2)
+    weights = jnp.moveaxis(weights.astype(x.dtype), -1, 0)
     names = [*_MATRICES, *(f"{name}_bias" for name in _MATRICES)] if config.expert_bias else [*_MATRICES]
 
     def add(total: Array, one: tuple[Array, Params]) -> tuple[Array, None]:

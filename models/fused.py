@@ -8,6 +8,7 @@ memory at a time.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,15 +117,11 @@ def _one_per_expert(
     config: ModelConfig, layer: str, router: str, stored: Callable[[str, int], str]
 ) -> Iterator[tuple[str, Piece]]:
     experts, into, inner = config.num_experts or 0, config.hidden_size, config.inner_size
-    yield f"{layer}{_MLP}router.weight", Piece({router: (experts, into)}, _only, (experts, into))
+    yield f"{layer}{_MLP}router.weight", Piece({router: (experts, into)}, operator.itemgetter(0), (experts, into))
     for name in _PARTS:
         shape = (into, inner) if name == "down_proj" else (inner, into)
         parts = {f"{stored(name, j)}.weight": shape for j in range(experts)}
         yield f"{layer}{_MLP}experts.{name}", Piece(parts, np.stack, (experts, *shape))
-
-
-def _only(values: list[Any]) -> Any:
-    return values[0]
 
 
 def _gpt_oss(config: ModelConfig, layer: str) -> Iterator[tuple[str, Piece]]:
@@ -135,13 +132,11 @@ def _gpt_oss(config: ModelConfig, layer: str) -> Iterator[tuple[str, Piece]]:
     both_bias = {f"{block}gate_up_proj_bias": (experts, 2 * f)}
     for name, first in (("gate_proj", 0), ("up_proj", 1)):
         yield f"{block}{name}", Piece(both, _turned(first, 2), (experts, f, d))
-        yield f"{block}{name}_bias", Piece(both_bias, _every_second(first), (experts, f))
+        columns = slice(first, None, 2)
+        bias = Piece(both_bias, lambda values, columns=columns: values[0][..., columns], (experts, f))
+        yield f"{block}{name}_bias", bias
     yield f"{block}down_proj", Piece(down, _turned(0, 1), (experts, d, f))
 
 
 def _turned(first: int, step: int) -> Callable[[list[Any]], Any]:
     return lambda values: np.swapaxes(values[0][..., first::step], 1, 2)
-
-
-def _every_second(first: int) -> Callable[[list[Any]], Any]:
-    return lambda values: values[0][..., first::2]

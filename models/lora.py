@@ -135,7 +135,8 @@ def initialise(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Adapter
     known = {name for layer in shapes for name in layer}
     for name in lora.targets:
         if name not in known:
-            raise ValueError(f"targets names {name!r}, which this model lacks; it has {_projections(known)}.")
+            has = ", ".join(each for each in PROJECTIONS if each in known)
+            raise ValueError(f"targets names {name!r}, which this model lacks; it has {has}.")
     keys = iter(jax.random.split(key, len(shapes) * len(lora.targets)))
 
     def adapter(shape: tuple[int, int]) -> Adapter:
@@ -159,7 +160,8 @@ def merge(params: Params, adapters: Adapters) -> Merged:
     """Add the updates to the weights, in float32 and rounded once to their dtype; ``params`` stays as it is."""
     layers, replaced = [], []
     for layer, added in zip(params["layers"], adapters, strict=True):
-        sums = {name: _sum(layer[name], adapter) for name, adapter in added.items()}
+        sums = {name: layer[name].astype(jnp.float32) + adapter.matrix() for name, adapter in added.items()}
+        sums = {name: total.astype(layer[name].dtype) for name, total in sums.items()}
         layers.append({**layer, **sums})
         replaced.append({name: layer[name] for name in added})
     return Merged({**params, "layers": layers}, tuple(replaced), adapters)
@@ -231,17 +233,9 @@ def load(directory: str | Path, config: ModelConfig) -> tuple[Adapters, LoraConf
     return adapters, lora
 
 
-def _sum(weight: Float[Array, "out in"], adapter: Adapter) -> Float[Array, "out in"]:
-    return (weight.astype(jnp.float32) + adapter.matrix()).astype(weight.dtype)
-
-
 def _name(layer: int, projection: str, part: str) -> str:
     module = LAYER[projection].stored.removesuffix(".weight")
     return f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
-
-
-def _projections(known: set[str]) -> str:
-    return ", ".join(name for name in PROJECTIONS if name in known)
 
 
 def _read_config(path: Path) -> LoraConfig:

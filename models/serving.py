@@ -117,13 +117,6 @@ def ragged_problem(cache: KVCache, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def new_pool(model: Transformer, sizes: Sizes, cache_dtype: str | None = None) -> KVCache:
-    """The empty paged cache of a server."""
-    return model.new_cache(
-        sizes.sequences, sizes.capacity, cache_dtype, page_size=sizes.page_size, num_pages=sizes.num_pages
-    )
-
-
 def serve(
     model: Transformer,
     requests: Sequence[Request],
@@ -139,7 +132,9 @@ def serve(
     arrival. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`. Raises ValueError for a request that
     the cache could never hold.
     """
-    cache = new_pool(model, sizes, cache_dtype)
+    cache = model.new_cache(
+        sizes.sequences, sizes.capacity, cache_dtype, page_size=sizes.page_size, num_pages=sizes.num_pages
+    )
     num_pages, page_size = cache.pages or (0, 1)
     for number, request in enumerate(requests):
         if request.length > cache.capacity or -(-request.length // page_size) > num_pages:

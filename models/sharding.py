@@ -36,14 +36,18 @@ def parameter_sharding(
             both = both[:-1]
         return NamedSharding(mesh, PartitionSpec(both or None, None))
     axes = (rest, heads) if row.divided else (heads, rest)
-    return NamedSharding(mesh, PartitionSpec(*(_if_divided(*each, mesh) for each in zip(shape, axes, strict=True))))
+    places = (axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=True))
+    return NamedSharding(mesh, PartitionSpec(*places))
 
 
 def shardings(tree: Any, mesh: Mesh, *, heads: str | None, rest: str | None = None) -> Any:
     """Where parameters lie, and what is built like them: gradients, optimizer states. Adapters lie everywhere."""
-    return jax.tree.map_with_path(
-        lambda path, x: parameter_sharding(_leaf_name(path), x.shape, mesh, heads=heads, rest=rest), tree
-    )
+
+    def of_leaf(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        name = str(path[-1].key) if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
+        return parameter_sharding(name, x.shape, mesh, heads=heads, rest=rest)
+
+    return jax.tree.map_with_path(of_leaf, tree)
 
 
 def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str | None = None) -> Params:
@@ -57,12 +61,3 @@ def shard_parameters(params: Params, mesh: Mesh, *, heads: str | None, rest: str
     ('model', None)
     """
     return jax.device_put(params, shardings(params, mesh, heads=heads, rest=rest))
-
-
-def _leaf_name(path: tuple[Any, ...]) -> str:
-    """The name of a parameter from its path in a tree, or "" for what has none."""
-    return str(path[-1].key) if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
-
-
-def _if_divided(size: int, axis: str | None, mesh: Mesh) -> str | None:
-    return axis if axis is not None and size % mesh.shape[axis] == 0 else None

@@ -6,6 +6,7 @@ And kernels of a changed generator, apart from those of all other tests.
 import ctypes
 import functools
 
+import llvmlite.binding as llvm
 import numpy as np
 
 from attnsuite.backends.flash_cpu import compiler, targets
@@ -31,9 +32,19 @@ def compiled(isa, build, returns=None):
     def run(*arguments):
         converted = [_argument(x) for x in arguments]
         prototype = ctypes.CFUNCTYPE(returns, *(type(x) for x in converted))
-        return prototype(code.address(function.name))(*converted)
+        return prototype(code.get_function_address(function.name))(*converted)
 
     return run
+
+
+def assembly(processor, isa, kind, kernel):
+    """The code of a kernel as text, for a processor that need not be here."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = compiler.new_module(processor)
+    targets.build(kind, kernel, module, isa)
+    parsed, machine = compiler.optimised(module, processor, isa, jit=False)
+    return machine.emit_assembly(parsed)
 
 
 def call(isa, build, *arguments, returns=None):

@@ -156,15 +156,12 @@ def _check_layer(layer: Any, backend: str) -> None:
     ):
         if value:
             raise ValueError(f"MaxText's {name} is not taken by attention_op; switch it off.")
-    if layer.mesh is not None and layer.mesh.size > 1 and not _is_sharded(backend):
+    is_sharded = backend in names() and isinstance(get(backend), Sharded)
+    if layer.mesh is not None and layer.mesh.size > 1 and not is_sharded:
         raise ValueError(
             f"attention_op got a mesh of {layer.mesh.size} devices and backend={backend!r}, which runs on one; "
             "register attnsuite.backends.Sharded(backend, mesh, axes) and give its name."
         )
-
-
-def _is_sharded(backend: str) -> bool:
-    return backend in names() and isinstance(get(backend), Sharded)
 
 
 def _check_call(given: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from ..contract import (
     NO_TERMS,
     NOTHING_SEEN,
     AttentionSpec,
-    Carry,
     EitherArray,
     Layout,
     Part,
@@ -34,9 +33,9 @@ from ..contract import (
     check_options,
     positions,
 )
-from ..derivatives import first_derivative, forward_only
+from ..derivatives import first_derivative
 from ..devices import Target
-from ..features import BASIC_FEATURES, DTYPES, KV_LAYOUTS, Feature, Mode, Takes
+from ..features import ALL_FEATURES, DTYPES, KV_LAYOUTS, Mode, Takes
 from ..kv_layout import turned
 from ..layout import key_rows
 from ..merging import Seen, put_together
@@ -51,10 +50,6 @@ from .forward import BLOCK_KEYS, UNSEEN_TOP
 from .isa import AVX512, KNOWN, Isa
 from .visibility import Visibility, pairs, visibility, without
 
-_LATER: frozenset[Feature] = frozenset(
-    {"log_sum_exp", "sinks", "alibi", "mask_function", "score_function", "pages", "kv_dtype", "values_in_keys"}
-)
-
 _LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
 _LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
@@ -66,8 +61,6 @@ _SHORT_NOTE = (
     f"flash_cpu takes XLA's plain formula for a problem with a gradient and {SHORT} or fewer queries or keys: its "
     "scores are linear in the other length."
 )
-
-_NO_GRADIENT = "planned with needs_grad=False; plan with needs_grad=True to differentiate."
 
 OPTIONS = {
     "isa": (
@@ -92,7 +85,7 @@ class FlashCpu:
     def takes(self, target: Target, mode: Mode) -> Takes:
         """All of the contract; of functions those that :meth:`refuses` can trace to operations of its kernels."""
         return Takes(
-            features=frozenset({*BASIC_FEATURES, *_LATER}),
+            features=ALL_FEATURES,
             modes=("native", "compile"),
             parts=True,
             kv_layouts=KV_LAYOUTS,
@@ -152,12 +145,10 @@ class FlashCpu:
         calls = Calls(spec, _isa(given["isa"], spec), whole=given["batch_invariant"])
         differentiable, traced = _differentiable(calls, seen)
 
-        def attend(
-            query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
-        ) -> tuple[Any, Carry]:
-            return differentiable(query, key, _values(spec, key, value), _sunk(terms), operands(terms), traced), carry
+        def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
+            return differentiable(query, key, _values(spec, key, value), _sunk(terms), operands(terms), traced)
 
-        return Plan(attend, key_blocks=(calls.isa.strip, BLOCK_KEYS, BACKWARD_KEYS))
+        return Plan.stateless(attend, key_blocks=(calls.isa.strip, BLOCK_KEYS, BACKWARD_KEYS))
 
     def part(
         self,
@@ -179,8 +170,6 @@ class FlashCpu:
         def backward(
             query: Array, key: Array, value: Array, out: Array, top: Array, rest: Array, d_out: Array
         ) -> tuple[Array, Array, Array]:
-            if not spec.needs_grad:
-                raise ValueError(_NO_GRADIENT)
             unseen, (top, total) = top <= NOTHING_SEEN, of_two(top, rest)
             top = jnp.where(unseen, UNSEEN_TOP, top)
             operands = query, key, value, seen, out, top, total, d_out
@@ -202,9 +191,7 @@ def _decoding(calls: Calls, layout: Layout, seen: Visibility, operands: Callable
     if outside is not None:
         seen, lost = without(seen, outside)
 
-    def attend(
-        query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
-    ) -> tuple[Any, Carry]:
+    def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
         cache: dict[str, Any] = {} if pages is None else {"pages": pages.astype(jnp.int32)}
         if spec.kv_dtype is not None:
             for name, scales in (("key_scale", terms.key_scales), ("value_scale", terms.value_scales)):
@@ -215,11 +202,11 @@ def _decoding(calls: Calls, layout: Layout, seen: Visibility, operands: Callable
         if lost is not None:
             found = tuple(jnp.where(lost.reshape(*lost.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in found)
         if not (spec.return_log_sum_exp or spec.has_sinks):
-            return found[0], carry
+            return found[0]
         out, top, total = _with_sinks(sunk, (found[0], found[1], found[2]))[0]
-        return _result(calls, out, top, total), carry
+        return _result(calls, out, top, total)
 
-    return Plan(forward_only(attend), key_blocks=(DECODE_KEYS,))
+    return Plan.stateless(attend, gradient=False, key_blocks=(DECODE_KEYS,))
 
 
 def _sunk(terms: Terms) -> Array | None:
@@ -238,7 +225,9 @@ def _with_sinks(sunk: Array | None, found: Seen) -> tuple[Seen, Array | None]:
 def _result(calls: Calls, out: Array, top: Array, total: Array) -> Any:
     """What a plan returns: the output, and the log-sum-exp where the spec asks for it."""
     out = out.astype(calls.kernel.out_dtype)
-    return (out, _log_sum_exp(top, total, -math.inf)) if calls.spec.return_log_sum_exp else out
+    if not calls.spec.return_log_sum_exp:
+        return out
+    return out, jnp.where(top == UNSEEN_TOP, -math.inf, sum(natural(top, total)))
 
 
 def _extra(
@@ -283,11 +272,6 @@ def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
     power = top * _LOG2_E
     lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
     return power, jnp.exp(rest + lost / _LOG2_E)
-
-
-def _log_sum_exp(top: Array, total: Array, unseen: float) -> Array:
-    """The log-sum-exp of a row's logits, from the kernel's two numbers; ``unseen`` for a row that sees nothing."""
-    return jnp.where(top == UNSEEN_TOP, unseen, sum(natural(top, total)))
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -344,7 +328,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
-            raise ValueError(_NO_GRADIENT)
+            raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
         operands = jax.tree.map(lambda x: x.value, primals)
         # The names of those whose gradient is asked are keys of a tree, so that they are static.
         learned = {name: None for name in ("bias", "alibi") if name in primals[4] and primals[4][name].perturbed}

@@ -45,19 +45,18 @@ def phases(module: ir.Module, isa: Isa, kernel: Kernel, state: State) -> tuple[P
     """The phases of a backward pass, with their functions in the module."""
     buffers = Buffers(isa, kernel)
     write = emit_write(module, buffers, state)
-    sets = _sets if "bias" in kernel.arrays.learned else lambda dims: dims["B"] * dims["K"]
+
+    def sets(dims: Dims) -> Any:
+        """Sets of KV heads that share nothing of a bias."""
+        batches, kinds, _ = sharing(dims) if "bias" in kernel.arrays.learned else (dims["B"], dims["K"], 1)
+        return batches * kinds
+
     columns = _emit_columns(module, buffers, state, write)
     add = emit_add(module, buffers, state, write)
     return (
         Phase(lambda dims: sets(dims) * dims["P"], columns),
         Phase(lambda dims: dims["B"] * dims["K"] * buffers.tiles(dims) * buffers.several(dims), add),
     )
-
-
-def _sets(dims: Dims) -> Any:
-    """Sets of KV heads that share nothing of a bias."""
-    batches, kinds, _ = sharing(dims)
-    return batches * kinds
 
 
 def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.Function) -> ir.Function:

@@ -1,7 +1,7 @@
 """Compile a module of LLVM IR to an address in this process, and to an object file for later processes.
 
-llvmlite compiles for this processor (in tests also to assembly for another one). Compiled code stays in memory for the
-life of the process, since XLA keeps the address.
+llvmlite compiles for this processor. Compiled code stays in memory for the life of the process, since XLA keeps the
+address.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class Processor:
     features: tuple[tuple[str, bool], ...]
 
     @staticmethod
+    @functools.cache
     def here() -> Processor:
         """The processor of this machine."""
-        return _here()
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        features = dict(llvm.get_host_cpu_features())
+        return Processor(llvm.get_process_triple(), llvm.get_host_cpu_name(), tuple(sorted(features.items())))
 
     def isas(self) -> tuple[Isa, ...]:
         """Its instruction sets, the best first; empty if it has no known one."""
@@ -48,14 +52,6 @@ class Processor:
         """The features in LLVM's notation, restricted to ``isa``."""
         features = isas.features_for(isa, dict(self.features))
         return ",".join(("+" if has else "-") + name for name, has in sorted(features.items()))
-
-
-@functools.cache
-def _here() -> Processor:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = dict(llvm.get_host_cpu_features())
-    return Processor(llvm.get_process_triple(), llvm.get_host_cpu_name(), tuple(sorted(features.items())))
 
 
 def new_module(processor: Processor) -> ir.Module:
@@ -107,32 +103,11 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def assembly(build: Callable[[ir.Module, Isa], Any], processor: Processor, isa: Isa) -> str:
-    """The same as text, for a processor that need not be here."""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    module = new_module(processor)
-    build(module, isa)
-    parsed, machine = optimised(module, processor, isa, jit=False)
-    return machine.emit_assembly(parsed)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
-    """An object file loaded into this process. The code lives as long as this object."""
-
-    engine: Any
-
-    def address(self, name: str) -> int:
-        """Of a public function."""
-        return self.engine.get_function_address(name)
-
-
-def load(data: bytes) -> Loaded:
-    """Load an object file. Raises RuntimeError if it is none."""
+def load(data: bytes) -> Any:
+    """LLVM's engine with an object file, whose code lives as long as the engine. Raises RuntimeError if it is none."""
     processor = Processor.here()
     machine = llvm.Target.from_triple(processor.triple).create_target_machine(jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
-    return Loaded(engine)
+    return engine

@@ -59,14 +59,16 @@ def signature(isa: Isa, kernel: DecodeKernel) -> Signature:
 
 def phases(module: ir.Module, isa: Isa, kernel: DecodeKernel, state: State) -> tuple[Phase, ...]:
     """The phases of a decode step, with their functions in the module."""
-    buffers, walk = Buffers(isa, kernel), {"": _range, "listed": _part, "mass": _run}[kernel.units]
+    buffers, item = Buffers(isa, kernel), {"": _range, "listed": _part, "mass": _run}[kernel.units]
 
     def items(dims: Dims) -> Any:
         return dims["B"] * dims["K"] // buffers.heads * (_runs(kernel, dims) if kernel.units == "mass" else dims["P"])
 
-    item = _emit_item(module, buffers, state, walk)
+    blocks = Walk(module, buffers, state)
+    with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
+        item(e, blocks, s, w, index)
     last = _emit_pool if kernel.units == "mass" else _emit_join
-    return Phase(items, item), Phase(lambda dims: dims["B"] * dims["K"], last(module, buffers, state))
+    return Phase(items, e.function), Phase(lambda dims: dims["B"] * dims["K"], last(module, buffers, state))
 
 
 class Walk:
@@ -151,16 +153,6 @@ class Walk:
                                 e.run(self._weigh[shape], row, r + below, *columns, out, some, last)
 
         return walk
-
-
-def _emit_item(
-    module: ir.Module, buffers: Buffers, state: State, item: Callable[[Function, Walk, Value, Value, Value], None]
-) -> ir.Function:
-    """``item(state, workspace, index)``: a range, a part of a list, or a run of units."""
-    walk = Walk(module, buffers, state)
-    with Function(module, "range_item", [ptr, ptr, i64]) as (e, (s, w, index)):
-        item(e, walk, s, w, index)
-    return e.function
 
 
 def _range(e: Function, walk: Walk, s: Value, w: Value, index: Value) -> None:

@@ -66,7 +66,7 @@ def emit_see(module: ir.Module, buffers: Buffers) -> ir.Function:
             def of(x: Value) -> Value:
                 return x if width is None else e.splat(x, width)
 
-            type_ = i32 if width is None else vector(i32, width)
+            type_ = vector(i32, width)
             position, name = positions.at(at, 4).load(type_), ids.at(at, 4).load(type_)
             flag = e.variable(e.const(type_, 0))
             with e.loop(0, count) as r:

@@ -6,8 +6,6 @@ upper half of a float32; it is rounded to nearest, ties to even.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .emit import BFloat, Function, Value, f16, f32, i8, i16, i32, vector
 from .isa import AVX512, Isa
 
@@ -24,18 +22,14 @@ _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-
 
 def load(e: Function, place: Value, dtype: str, lanes: int | None) -> Value:
     """``lanes`` numbers (None: one scalar) at ``place`` as float32."""
-
-    def of(element: Any) -> Any:
-        return element if lanes is None else vector(element, lanes)
-
     if dtype == "float32":
-        return place.load(of(f32))
+        return place.load(vector(f32, lanes))
     if dtype == "float16":
-        return Value(e, e.builder.fpext(place.load(of(f16), 2).raw, of(f32)))
+        return Value(e, e.builder.fpext(place.load(vector(f16, lanes), 2).raw, vector(f32, lanes)))
     if dtype == "int8":
-        return Value(e, e.builder.sitofp(place.load(of(i8), 1).raw, of(f32)))
-    bits = Value(e, e.builder.zext(place.load(of(i16), 2).raw, of(i32)))
-    return (bits << 16).bits_as(of(f32))
+        return Value(e, e.builder.sitofp(place.load(vector(i8, lanes), 1).raw, vector(f32, lanes)))
+    bits = Value(e, e.builder.zext(place.load(vector(i16, lanes), 2).raw, vector(i32, lanes)))
+    return (bits << 16).bits_as(vector(f32, lanes))
 
 
 def load_halves(e: Function, place: Value, lanes: int) -> tuple[Value, Value]:
@@ -50,19 +44,15 @@ def load_halves(e: Function, place: Value, lanes: int) -> tuple[Value, Value]:
 def store(e: Function, place: Value, value: Value, dtype: str) -> None:
     """float32 ``value`` (a vector or a scalar) rounded to ``dtype`` at ``place``."""
     lanes = getattr(value.type, "count", None)
-
-    def of(element: Any) -> Any:
-        return element if lanes is None else vector(element, lanes)
-
     if dtype == "float32":
         place.store(value)
     elif dtype == "float16":
-        place.store(Value(e, e.builder.fptrunc(value.raw, of(f16))), 2)
+        place.store(Value(e, e.builder.fptrunc(value.raw, vector(f16, lanes))), 2)
     else:
-        bits = value.bits_as(of(i32))
+        bits = value.bits_as(vector(i32, lanes))
         rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-        rounded = e.select(value.is_nan(), e.const(of(i32), 0x7FC0), rounded)
-        place.store(rounded.integer(of(i16)), 2)
+        rounded = e.select(value.is_nan(), e.const(bits.type, 0x7FC0), rounded)
+        place.store(rounded.integer(vector(i16, lanes)), 2)
 
 
 def pairs(e: Function, low: Value, high: Value) -> Value:

@@ -7,6 +7,7 @@ an element size is given. Control flow is a ``with`` block: ``with e.loop(0, n) 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,14 +44,24 @@ class _Written(ir.Constant):
         return self.constant
 
 
-def vector(element: Any, lanes: int) -> Any:
-    """The type of ``lanes`` elements."""
-    return ir.VectorType(element, lanes)
+def vector(element: Any, lanes: int | None) -> Any:
+    """The type of ``lanes`` elements; None: of one, which is no vector."""
+    return element if lanes is None else ir.VectorType(element, lanes)
 
 
 def aligned(size: Any) -> Any:
     """``size`` bytes (an int or a Value) rounded up to whole cache lines."""
     return (size + (CACHE_LINE - 1)) // CACHE_LINE * CACHE_LINE
+
+
+def places(**sizes: int) -> tuple[dict[str, int], int]:
+    """The offsets of buffers of these sizes that follow each other in whole cache lines, and where the last one ends.
+
+    >>> places(keys=4, values=100)
+    ({'keys': 0, 'values': 64}, 192)
+    """
+    ends = list(itertools.accumulate(map(aligned, sizes.values()), initial=0))
+    return dict(zip(sizes, ends, strict=False)), ends[-1]
 
 
 def _binary(floating: str, integer: str) -> Callable[[Value, Any], Value]:

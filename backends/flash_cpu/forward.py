@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from . import added, masking, rows
 from .added import Added, Arrays
-from .emit import Function, Value, f32, i32, i64, ptr, vector
+from .emit import Function, Value, f32, i32, i64, places, ptr, vector
 from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
 from .packing import Blocks, emit_pack, emit_row_numbers, head_groups
@@ -100,20 +100,15 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     queries = block_rows(isa)
     width = rows.padded(kernel.head_dim, isa, isa.pack(kernel.dtype))
     value_width = rows.padded(kernel.value_head_dim, isa)
-    sizes = {
-        "query": queries * width,
-        "scores": max(keys * queries, queries * width),
-        "added": keys * queries * kernel.arrays.any,
-        "added_rows": Added.row_bytes(queries) // 4 * kernel.arrays.any,
-        "out": queries * value_width,
-        **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries),
-        "bounds": queries // isa.group * masking.QUERY_RECORD // 4,
-    }
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += size * 4
-    return offsets, end
+    return places(
+        query=queries * width * 4,
+        scores=max(keys, width) * queries * 4,
+        added=keys * queries * 4 * kernel.arrays.any,
+        added_rows=Added.row_bytes(queries) * kernel.arrays.any,
+        out=queries * value_width * 4,
+        **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries * 4),
+        bounds=queries // isa.group * masking.QUERY_RECORD,
+    )
 
 
 def packed(isa: Isa, kernel: Kernel) -> Blocks:
@@ -297,11 +292,11 @@ def emit_attend(
                 with e.when(some):
                     s = w.at(at["scores"]).at(g, 4)
                     scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
-                    places = Places(
+                    running = Places(
                         *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
                     )
                     of_group = [] if modify is None else [w.at(at["added_rows"]).at(g, 4)]
-                    given = (s, *places.all, *block, numbers, *to_add, *of_group, *pools[:1], live.start, live.stop)
+                    given = (s, *running.all, *block, numbers, *to_add, *of_group, *pools[:1], live.start, live.stop)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,
@@ -310,15 +305,15 @@ def emit_attend(
                     )
                     for to_top in pools[1:]:
                         for lane in range(0, isa.group, isa.lanes):
-                            to_top.at(lane, 4).store(places.top.at(lane, 4).load(type_))
+                            to_top.at(lane, 4).store(running.top.at(lane, 4).load(type_))
                     if value_width:
                         out = w.at(at["out"]).at(g * value_width, 4)
                         with e.when(raised()):
-                            e.run(rescale, out, places.decay)
+                            e.run(rescale, out, running.decay)
                         weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
                         with e.when(marks.load(i32).compare("!=", 0)):
-                            seen_by = (places.first, places.last, places.query_id)
-                            e.run(spoil, marks, places.total, *seen_by, *block, *to_add, live.start, live.stop)
+                            seen_by = (running.first, running.last, running.query_id)
+                            e.run(spoil, marks, running.total, *seen_by, *block, *to_add, live.start, live.stop)
     return e.function
 
 

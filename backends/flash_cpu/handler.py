@@ -225,10 +225,7 @@ class _Handler:
     def _emit_fail(self) -> ir.Function:
         """``fail(api, message, code) -> error``."""
         with Function(self.module, "fail", [ptr, ptr, i64], ptr) as (e, (api, message, code)):
-            arguments = e.stack(ir.ArrayType(i64, 4))
-            for n, x in enumerate((e.const(i64, 28), e.null(), message, code)):
-                arguments.at(8 * n).store(x, 8)
-            e.ret(e.call_address(api.at(_ERROR_CREATE).load(ptr), ptr, arguments))
+            e.ret(e.call_address(api.at(_ERROR_CREATE).load(ptr), ptr, _struct(e, 28, message, code)))
         return e.function
 
     def _require(self, e: Function, api: Value, condition: Value, sentence: str, code: int = _INVALID_ARGUMENT) -> None:
@@ -338,15 +335,17 @@ class _Handler:
 
     def _call(self, e: Function, api: Value, function: int, context: Value, *fields: Value) -> Value:
         """``api->function({size, NULL, context, fields...})``; whether there was no error. Errors are destroyed."""
-        size = 24 + 8 * len(fields)
-        arguments = e.stack(ir.ArrayType(i64, 3 + len(fields)))
-        for n, x in enumerate((e.const(i64, size), e.null(), context, *fields)):
-            arguments.at(8 * n).store(x, 8)
+        arguments = _struct(e, 24 + 8 * len(fields), context, *fields)
         error = e.call_address(api.at(function).load(ptr), ptr, arguments)
         fine = error.is_null()
         with e.when(fine.equals(0)):
-            arguments = e.stack(ir.ArrayType(i64, 3))
-            for n, x in enumerate((e.const(i64, 24), e.null(), error)):
-                arguments.at(8 * n).store(x, 8)
-            e.call_address(api.at(_ERROR_DESTROY).load(ptr), void, arguments)
+            e.call_address(api.at(_ERROR_DESTROY).load(ptr), void, _struct(e, 24, error))
         return fine
+
+
+def _struct(e: Function, size: int, *fields: Value) -> Value:
+    """The arguments of a function of XLA's: their size in bytes, no extension, and the fields."""
+    place = e.stack(ir.ArrayType(i64, 2 + len(fields)))
+    for n, x in enumerate((e.const(i64, size), e.null(), *fields)):
+        place.at(8 * n).store(x, 8)
+    return place

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import platform
 from collections.abc import Mapping
 
 
@@ -68,9 +67,8 @@ NEON = Isa("neon", 4, 8, 3, 6, 4, ("neon",))
 KNOWN = (AMX_BF16, AVX512_BF16, AVX512, AVX2, NEON)
 
 
-def available(features: Mapping[str, bool], machine: str | None = None) -> tuple[Isa, ...]:
+def available(features: Mapping[str, bool], machine: str) -> tuple[Isa, ...]:
     """Those of :data:`KNOWN` that a processor with these features has, in the order in which one is chosen."""
-    machine = platform.machine() if machine is None else machine
     if machine in ("aarch64", "arm64"):
         return (NEON,)  # part of every 64-bit ARM; Apple's LLVM names do not list it
     return tuple(isa for isa in KNOWN[:-1] if all(features.get(name) for name in isa.needs))

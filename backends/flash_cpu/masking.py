@@ -7,8 +7,9 @@ queries keeps six numbers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from .emit import Function, Value, i1, i32, i64, vector
+from .emit import Function, Value, Variable, i1, i32, i64, vector
 from .isa import Isa
 from .visibility import NO_KEY, NO_QUERY
 
@@ -39,45 +40,44 @@ class Live:
 
 def key_bounds(e: Function, position: Value, key_id: Value, keys: int, strip: int, records: Value) -> None:
     """Bounds of ``keys`` keys (their positions and ids, int32): one record for all, then one per ``strip``."""
-    whole = [e.variable(e.const(i32, x)) for x in (_MOST, _LEAST, _MOST, _LEAST, 1)]
+    whole = _of_none(e, 2)
     with e.loop(0, keys // strip) as n:
-        part = [e.variable(e.const(i32, x)) for x in (_MOST, _LEAST, _MOST, _LEAST, 1)]
+        part = _of_none(e, 2)
         with e.loop(n * strip, n * strip + strip) as j:
             p, key = position.at(j, 4).load(i32), key_id.at(j, 4).load(i32)
             _extend(e, part, (p, key), key.compare("!=", NO_KEY))
-        record = records.at(n * RECORD + RECORD)
-        found = [x() for x in part]
-        for variable, x, join in zip(whole, found, (e.min, e.max, e.min, e.max, e.min), strict=True):
-            variable.set(join(x, variable()))
-        for offset, x in zip((LOW, HIGH, LOW_ID, HIGH_ID, ALL), part, strict=True):
-            record.at(offset).store(x())
-    for offset, x in zip((LOW, HIGH, LOW_ID, HIGH_ID, ALL), whole, strict=True):
-        records.at(offset).store(x())
-
-
-def _extend(e: Function, bounds: list, key: tuple[Value, Value], exists: Value) -> None:
-    low, high, low_id, high_id, every = bounds
-    position, name = key
-    low.set(e.select(exists, e.min(position, low()), low()))
-    high.set(e.select(exists, e.max(position, high()), high()))
-    low_id.set(e.select(exists, e.min(name, low_id()), low_id()))
-    high_id.set(e.select(exists, e.max(name, high_id()), high_id()))
-    every.set(e.select(exists, every(), 0))
+        for variable, x, join in zip(whole, part, (e.min, e.max, e.min, e.max, e.min), strict=True):
+            variable.set(join(x(), variable()))
+        _store(part, records.at(n * RECORD + RECORD))
+    _store(whole, records)
 
 
 def query_bounds(e: Function, first: Value, last: Value, query_id: Value, count: Value, record: Value) -> None:
     """Bounds of ``count`` queries, from their int32 intervals and ids."""
-    at = (FIRST_LOW, FIRST_HIGH, LAST_LOW, LAST_HIGH, QUERY_LOW_ID, QUERY_HIGH_ID, QUERY_ALL)
-    bounds = [e.variable(e.const(i32, x)) for x in (_MOST, _LEAST, _MOST, _LEAST, _MOST, _LEAST, 1)]
+    bounds = _of_none(e, 3)
     with e.loop(0, count) as i:
-        name = query_id.at(i, 4).load(i32)
-        exists = name.compare("!=", NO_QUERY)
-        numbers = [x.at(i, 4).load(i32) for x in (first, first, last, last)] + [name, name]
-        for variable, x, join in zip(bounds[:6], numbers, (e.min, e.max) * 3, strict=True):
-            variable.set(e.select(exists, join(x, variable()), variable()))
-        bounds[6].set(e.select(exists, bounds[6](), 0))
-    for offset, x in zip(at, bounds, strict=True):
-        record.at(offset).store(x())
+        numbers = [x.at(i, 4).load(i32) for x in (first, last, query_id)]
+        _extend(e, bounds, numbers, numbers[2].compare("!=", NO_QUERY))
+    _store(bounds, record)
+
+
+def _of_none(e: Function, numbers: int) -> list[Variable]:
+    """The least and largest of each number of nothing yet, and whether all exist."""
+    return [e.variable(e.const(i32, x)) for x in (*(_MOST, _LEAST) * numbers, 1)]
+
+
+def _extend(e: Function, bounds: list[Variable], numbers: Sequence[Value], exists: Value) -> None:
+    """The bounds with one more, if it exists."""
+    *ends, every = bounds
+    joins = (e.min, e.max) * len(numbers)
+    for variable, x, join in zip(ends, (x for x in numbers for _ in range(2)), joins, strict=True):
+        variable.set(e.select(exists, join(x, variable()), variable()))
+    every.set(e.select(exists, every(), 0))
+
+
+def _store(bounds: list[Variable], record: Value) -> None:
+    for n, bound in enumerate(bounds):
+        record.at(4 * n).store(bound())
 
 
 def live_keys(e: Function, queries: Value, records: Value, keys: int, strip: int) -> Live:
@@ -86,16 +86,14 @@ def live_keys(e: Function, queries: Value, records: Value, keys: int, strip: int
     def q(offset: int) -> Value:
         return queries.at(offset).load(i32)
 
+    def k(offset: int, record: Value = records) -> Value:
+        return record.at(offset).load(i32)
+
     def some(record: Value) -> Value:
-        def k(offset: int) -> Value:
-            return record.at(offset).load(i32)
-
-        positions = (k(LOW) <= q(LAST_HIGH)) & (k(HIGH) >= q(FIRST_LOW)) & (k(LOW) <= k(HIGH))
-        ids = (k(LOW_ID) <= q(QUERY_HIGH_ID)) & (k(HIGH_ID) >= q(QUERY_LOW_ID))
+        low, high, low_id, high_id = (k(offset, record) for offset in (LOW, HIGH, LOW_ID, HIGH_ID))
+        positions = (low <= q(LAST_HIGH)) & (high >= q(FIRST_LOW)) & (low <= high)
+        ids = (low_id <= q(QUERY_HIGH_ID)) & (high_id >= q(QUERY_LOW_ID))
         return positions & ids & (q(QUERY_LOW_ID) <= q(QUERY_HIGH_ID))
-
-    def k(offset: int) -> Value:
-        return records.at(offset).load(i32)
 
     start, stop = e.variable(e.const(i64, 0)), e.variable(e.const(i64, 0))
     mixed = e.variable(e.const(i1, 0))
@@ -105,16 +103,13 @@ def live_keys(e: Function, queries: Value, records: Value, keys: int, strip: int
             k(LOW_ID).equals(k(HIGH_ID)) & q(QUERY_LOW_ID).equals(q(QUERY_HIGH_ID)) & k(LOW_ID).equals(q(QUERY_LOW_ID))
         )
         stop.set(e.const(i64, keys))
-        mixed.set(e.const(i1, 1))
-        with e.builder.if_else((inside & same).raw) as (then, otherwise):
-            with then:
-                mixed.set(e.const(i1, 0))
-            with otherwise:
-                start.set(e.const(i64, keys))
-                stop.set(e.const(i64, 0))
-                with e.loop(0, keys // strip) as n, e.when(some(records.at(n * RECORD + RECORD))):
-                    start.set(e.min(start(), n * strip))
-                    stop.set((n + 1) * strip)
+        mixed.set((inside & same).equals(0))
+        with e.when(mixed()):
+            start.set(e.const(i64, keys))
+            stop.set(e.const(i64, 0))
+            with e.loop(0, keys // strip) as n, e.when(some(records.at(n * RECORD + RECORD))):
+                start.set(e.min(start(), n * strip))
+                stop.set((n + 1) * strip)
     return Live(start(), stop(), mixed())
 
 

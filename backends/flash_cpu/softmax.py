@@ -75,12 +75,6 @@ def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, de
     return some
 
 
-def _plus(e: Function, x: Value, scale: Value, term: Value) -> Value:
-    """Scores in powers of two with what is added to them; what that hides is HIDDEN, and a NaN stays."""
-    x = e.fma(x, scale, term)
-    return e.select(x <= HIDDEN / 2, e.const(x.type, HIDDEN), x)
-
-
 def _maxima(e: Function, highest: list[Value], scale: Value, *, hides: bool) -> list[Value]:
     """In powers of two; HIDDEN of a query that sees no key."""
     new = [x * scale for x in highest]
@@ -130,7 +124,9 @@ def softmax(
                 if modify is not None and term is not None:
                     x, _ = modify(e, x, factor, of_rows[0], v, position.at(k, 4).load(i32))
                     x = e.select(term <= HIDDEN / 2, e.const(type_, 0.0), x)  # it may be anything where it is hidden
-                x = x if term is None else _plus(e, x, scale, term)
+                if term is not None:  # what it hides is HIDDEN, and a NaN stays
+                    x = e.fma(x, scale, term)
+                    x = e.select(x <= HIDDEN / 2, e.const(x.type, HIDDEN), x)
                 if see is not None:
                     seen = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
                     x = e.select(seen, x, HIDDEN)

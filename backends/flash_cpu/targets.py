@@ -6,6 +6,7 @@ life of the process in any case.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 
 from . import backward, cache, compiler, decode, forward, handler, sparse, sparse_backward
-from .compiler import Loaded, Processor
+from .compiler import Processor
 from .handler import API_MAJOR, State
 from .isa import Isa
 
@@ -40,7 +41,7 @@ class Registered:
     """A registered kernel, which keeps its code loaded."""
 
     name: str
-    code: Loaded
+    code: Any
 
 
 def target(kind: str, kernel: Any, isa: Isa) -> Registered:
@@ -52,12 +53,15 @@ def target(kind: str, kernel: Any, isa: Isa) -> Registered:
 @functools.cache
 def _target(kind: str, kernel: Any, isa: Isa) -> Registered:
     key = cache_key(kind, kernel, isa, Processor.here())
-    code = _load_cached(key)
+    code = None
+    if (cached := cache.read(key)) is not None:
+        with contextlib.suppress(RuntimeError):  # whole, but not an object file that this llvmlite loads
+            code = compiler.load(cached)
     if code is None:
         content = compiler.compile_object(functools.partial(build, kind, kernel), Processor.here(), isa)
         cache.write(key, content)
         code = compiler.load(content)
-    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(code.address("handler"))
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(code.get_function_address("handler"))
     name = f"attention_suite_flash_cpu_{key[:24]}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return Registered(name, code)
@@ -83,16 +87,6 @@ def generator_digest() -> str:
     """The digest of this folder's sources: the version of the generator."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
-
-
-def _load_cached(key: str) -> Loaded | None:
-    content = cache.read(key)
-    if content is None:
-        return None
-    try:
-        return compiler.load(content)
-    except RuntimeError:  # whole, but not an object file that this llvmlite loads
-        return None
 
 
 def api_version() -> tuple[int, int]:

@@ -14,40 +14,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from .. import choices
-from ..contract import AttentionSpec, Carry, Kept, Layout, Plan
+from ..contract import AttentionSpec, Carry, Layout, Plan
 from ..derivatives import forward_only
 from ..devices import Target
 from ..features import INSTEAD, Mode, Takes
 from ..resolve import resolve
 from ..sharding import MeshAxes
-from . import steps, tuning, xla
-from .backward import Attend, differentiable
+from . import tuning
+from .backward import differentiable
 from .cost import runs_dense
 from .kept import kept
 from .kernels import Kernels
 from .schedule import LayerRole, manual
-from .selection import Places, Selection, with_own
-from .selection import select as select_by
+from .selection import Places, Selection
 from .settings import OPTIONS as ACCEPTED
 from .settings import Kernel, Settings, Tiling
+from .xla import Heads, XlaKernels
 
 _PALLAS_PLATFORMS = ("tpu", "cuda")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Heads:
-    """The devices along one axis of a mesh, each with its share of the KV heads."""
-
-    mesh: Mesh
-    axis: str
-
-    @property
-    def devices(self) -> int:
-        return self.mesh.shape[self.axis]
+_NOT_INTERPRETED = {"xla": "plain XLA", "flash_cpu": "native code"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class Kascade:
 
     name: str = "kascade"
     exact: bool = False
-    heads: _Heads | None = None
+    heads: Heads | None = None
 
     def takes(self, target: Target, mode: Mode) -> Takes:
         """Causal attention."""
@@ -94,16 +83,14 @@ class Kascade:
         """
         if not isinstance(axes.heads, str) or len(axes.named()) > 1:
             return None
-        return dataclasses.replace(self, heads=_Heads(mesh, axes.heads))
+        return dataclasses.replace(self, heads=Heads(mesh, axes.heads))
 
     def roles(self, spec: AttentionSpec) -> Mapping[str, tuple[Mapping[str, Any], int]]:
         """One layer that selects and one that reuses its selection. Other backends compute dense layers."""
         schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
         return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
 
-    def keeps(self, spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int) -> Kept:
-        """The roles of the layers, and the share of the causal pairs of each. Raises ValueError for wrong options."""
-        return kept(spec, options, layers, num_layers)
+    keeps = staticmethod(kept)
 
     @property
     def exact_options(self) -> Mapping[str, Any]:
@@ -142,11 +129,11 @@ class Kascade:
             dense = resolve("auto", spec, target)
             notes = (f"{instead}; {dense.backend.name} ran.",)
             return Plan(dense.plan(layout).attend, notes, num_layers=num_layers)
-        compute = _computation(spec, settings, tiling, places, target, mode, self.heads)
-        if spec.needs_grad:
-            compute = _with_gradient(compute, spec, tiling)
+        kernels = _kernels(self.heads, spec, settings, tiling, target, mode)
+        attend_selected = differentiable(kernels) if spec.needs_grad else kernels.attend_selected
+        dense_layer = functools.partial(kernels.dense_layer, places)
         if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
-            compute = dataclasses.replace(compute, dense=_dense(compute, spec, layout, target))
+            dense_layer = _dense(kernels, places, layout, target)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -159,14 +146,14 @@ class Kascade:
                 selection = _carried(carry, tiling, spec, layer)
                 if settings.ablation != "no_remap":
                     selection = selection.remapped(head_map)
-                return compute.attend(places, query, key, value, selection), carry
+                return attend_selected(places, query, key, value, selection), carry
 
-            def dense(_: Any) -> tuple[Array, Carry]:
-                return compute.dense(query, key, value)
+            def dense(_: Any) -> Any:
+                return dense_layer(query, key, value)
 
             def anchor(_: Any) -> tuple[Array, Carry]:
-                selection = compute.select(query, key)
-                return compute.attend(places, query, key, value, selection), selection
+                selection = kernels.select(places, *jax.lax.stop_gradient((query, key)))
+                return attend_selected(places, query, key, value, selection), selection
 
             by_role = {"dense": dense, "anchor": anchor, "reuse": reuse}
             if roles is None or layer is None:
@@ -180,64 +167,22 @@ class Kascade:
         return Plan(attend, num_layers=num_layers, key_blocks=(tiling.unit,))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Computation:
-    """The three functions of a layer (select, dense, attend), with the kernels that were chosen.
-
-    ``attend`` takes the places of queries and keys, which may be traced: what is differentiated holds no tracer.
-    """
-
-    select: Callable[[Array, Array], Selection]
-    dense: Callable[[Array, Array, Array], Any]  # an output and a selection, or None
-    attend: Attend
-    kernels: Kernels | None = None  # None: XLA's code
-
-
-def _computation(
-    spec: AttentionSpec,
-    settings: Settings,
-    tiling: Tiling,
-    places: Places,
-    target: Target,
-    mode: Mode,
-    heads: _Heads | None,
-) -> _Computation:
-    if settings.kernel == "xla":
-        return _in_xla(spec, settings, tiling, places, heads)
-    by = kernels_of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
-
-    def select(query: Array, key: Array) -> Selection:
-        return select_by(tiling, places, by.pooled_mass(places, query, key), settings.ablation)
-
-    def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection] | None:
-        found = by.dense(places, query, key, value)
-        return None if found is None else (found[0], select_by(tiling, places, found[1], settings.ablation))
-
-    def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
-        return by.attend(places, query, key, value, with_own(tiling, places, selection))
-
-    return _Computation(select, dense, attend, by)
-
-
-def _with_gradient(compute: _Computation, spec: AttentionSpec, tiling: Tiling) -> _Computation:
-    """The same, differentiable in query, key and value under a selection that is not."""
-
-    def select(query: Array, key: Array) -> Selection:
-        return compute.select(*jax.lax.stop_gradient((query, key)))
-
-    attend = differentiable(compute.attend, spec, tiling, compute.kernels)
-    return dataclasses.replace(compute, select=select, attend=attend)
+def _kernels(
+    heads: Heads | None, spec: AttentionSpec, settings: Settings, tiling: Tiling, target: Target, mode: Mode
+) -> Kernels:
+    made = kernels_of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
+    return dataclasses.replace(made, heads=heads) if isinstance(made, XlaKernels) else made
 
 
 def _dense(
-    compute: _Computation, spec: AttentionSpec, layout: Layout, target: Target
+    kernels: Kernels, places: Places, layout: Layout, target: Target
 ) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
     """A dense layer: the kernels' own where they have one and nothing is differentiated, else another backend's plan.
 
     Where that backend does not load, a dense layer raises its ImportError. The other layers do not need that backend.
     """
     try:
-        planned = resolve("auto", spec, target).plan(layout)
+        planned = resolve("auto", kernels.spec, target).plan(layout)
     except ImportError as error:
         missing = error
 
@@ -247,54 +192,11 @@ def _dense(
         return refuse
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
-        if not spec.needs_grad and (found := compute.dense(query, key, value)):
+        if not kernels.spec.needs_grad and (found := kernels.dense_layer(places, query, key, value)):
             return found
-        return planned.run(query, key, value)[0], compute.select(query, key)
+        return planned.run(query, key, value)[0], kernels.select(places, *jax.lax.stop_gradient((query, key)))
 
     return dense
-
-
-def _in_xla(
-    spec: AttentionSpec, settings: Settings, tiling: Tiling, places: Places, heads: _Heads | None
-) -> _Computation:
-    """XLA's code, each device with its share of the KV heads; only indices are exchanged."""
-    ablation = settings.ablation
-    choose_units = steps.select if spec.query_length == 1 else xla.select
-    share = spec
-    if heads is not None:
-        share = dataclasses.replace(
-            spec, num_heads=spec.num_heads // heads.devices, num_kv_heads=spec.num_kv_heads // heads.devices
-        )
-
-    def divided(function: Callable[..., Any], places: Places, *arrays: Any) -> Any:
-        with jax.enable_x64(new_val=False):  # where a caller enables it, the loops' counters would be of two dtypes
-            return run(function, places, *arrays)
-
-    def run(function: Callable[..., Any], places: Places, *arrays: Any) -> Any:
-        if heads is None:
-            return function(places, *arrays)
-        by_head, by_kv_head = PartitionSpec(None, None, heads.axis), PartitionSpec(None, heads.axis)
-        given = tuple(by_kv_head if isinstance(x, Selection) else by_head for x in arrays)
-        back = {"select": by_kv_head, "dense": (by_head, by_kv_head), "attend": by_head}[function.__name__]
-        in_specs = (PartitionSpec(), *given)
-        shared = jax.shard_map(function, mesh=heads.mesh, in_specs=in_specs, out_specs=back, check_vma=False)
-        return shared(places, *arrays)
-
-    def select(places: Places, query: Array, key: Array) -> Selection:
-        return choose_units(share, tiling, places, query, key, None, ablation)[0]
-
-    def dense(places: Places, query: Array, key: Array, value: Array) -> tuple[Any, Selection]:
-        selection, out = choose_units(share, tiling, places, query, key, value, ablation)
-        return out, selection
-
-    def attend(places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
-        return xla.attend(share, tiling, places, query, key, value, selection)
-
-    return _Computation(
-        functools.partial(divided, select, places),
-        functools.partial(divided, dense, places),
-        functools.partial(divided, attend),
-    )
 
 
 def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | None:
@@ -356,11 +258,13 @@ def default_kernel(target: Target, mode: Mode = "native") -> Kernel:
 
 
 def kernels_of(kernel: Kernel | None, target: Target) -> type[Kernels]:
-    """The kernels of that name (other than ``xla``) for ``target``.
+    """The kernels of that name for ``target``.
 
     Pallas has a Triton form for NVIDIA GPUs and a TPU form for all else, which an interpreter runs anywhere. Raises
     ImportError if they are not installed.
     """
+    if kernel == "xla":
+        return XlaKernels
     if kernel == "flash_cpu":
         from .flash_cpu import FlashCpuKernels  # noqa: PLC0415 (llvmlite may be missing)
 
@@ -375,18 +279,11 @@ def kernels_of(kernel: Kernel | None, target: Target) -> type[Kernels]:
 
 
 def _kernel_reasons(spec: AttentionSpec, settings: Settings, target: Target, mode: Mode) -> Iterator[str]:
-    if settings.kernel == "xla":
-        if mode == "interpret":
-            yield (
-                "mode='interpret' is not supported by kascade with kernel='xla', which is plain XLA without a kernel "
-                "to interpret; use mode='native', or kernel='pallas'."
-            )
-        return
     kernel = settings.kernel
-    if mode == "interpret" and kernel == "flash_cpu":
+    if mode == "interpret" and kernel in _NOT_INTERPRETED:
         yield (
-            "mode='interpret' is not supported by kascade with kernel='flash_cpu', which is native code without a "
-            "kernel to interpret; use mode='native', or kernel='pallas'."
+            f"mode='interpret' is not supported by kascade with kernel={kernel!r}, which is "
+            f"{_NOT_INTERPRETED[kernel]} without a kernel to interpret; use mode='native', or kernel='pallas'."
         )
     if mode != "interpret" and kernel == "pallas" and target.platform not in _PALLAS_PLATFORMS:
         yield (

@@ -26,8 +26,8 @@ from .xla import Prefill, heads_and_tiles, tiled, untiled
 Attend = Callable[[Places, Array, Array, Array, Selection], Array]
 
 
-def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling, kernels: Kernels | None) -> Attend:
-    """``attend(places, query, key, value, selection)`` with the gradient of the kernels, or of :func:`gradients`."""
+def differentiable(kernels: Kernels) -> Attend:
+    """``kernels.attend_selected`` with the gradient of the kernels, or of :func:`gradients`."""
 
     def run(places: Places, *operands: Any) -> Array:
         leaves, tree = jax.tree.flatten(places)
@@ -39,19 +39,19 @@ def differentiable(attend: Attend, spec: AttentionSpec, tiling: Tiling, kernels:
             return tree.unflatten([next(rest) if x is None else x for x in known])
 
         def plain(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Array:
-            return attend(placed(traced), query, key, value, selection)
+            return kernels.attend_selected(placed(traced), query, key, value, selection)
 
         def forward(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Any:
-            listed = with_own(tiling, placed(traced), selection)
-            found = None if kernels is None else kernels.keeping(placed(traced), query, key, value, listed)
+            listed = with_own(kernels.tiling, placed(traced), selection)
+            found = kernels.keeping(placed(traced), query, key, value, listed)
             out, kept = found or (plain(traced, query, key, value, selection), None)
             return out, (traced, query, key, value, listed, kept)
 
         def backward(saved: Any, d_out: Array) -> Any:
             traced, query, key, value, listed, kept = saved
             operands = placed(traced), query, key, value, listed
-            if kernels is None or kept is None:
-                return None, *gradients(spec, tiling, *operands, d_out), None
+            if kept is None:
+                return None, *gradients(kernels.spec, kernels.tiling, *operands, d_out), None
             return None, *kernels.gradients(*operands, kept, d_out), None
 
         call = jax.custom_vjp(plain)

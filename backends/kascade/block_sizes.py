@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from ..contract import AttentionSpec
-from ..devices import KIB, MIB, NVIDIA_GPUS, TPUS, Target
+from ..devices import KIB, MIB, SHARED_LIMITS, TPUS, Target
 from .settings import LEAST, KascadeBlockSizes, Settings, Tiling
 
 LANES = 128  # of a TPU's vector unit: scores are computed so many keys wide
@@ -20,9 +20,7 @@ _GPU_ROWS = 128  # of one program: the paper's tile, 32 queries of 4 heads
 
 # Seven eighths of what a kernel may have, since the sizes below are an estimate.
 _VMEM = {kind: known.kernel_memory * 7 // 8 for kind, known in TPUS.items()}
-# Shared memory of a thread block by compute capability (CUDA programming guide, technical specifications).
-_SHARED = {known.compute_capability: known.shared_memory - KIB for known in NVIDIA_GPUS.values()}
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,16 +75,22 @@ def gpu_blocks(spec: AttentionSpec, tiling: Tiling, settings: Settings) -> TileB
     largest = _GPU_ROWS if settings.block_q is None else settings.block_q
     blocks = dataclasses.replace(blocks, block_q=min(largest, rows & -rows))
     if settings.block_kv_compute is None:
-        while shared_bytes(blocks, spec) > min(_SHARED.values()) and blocks.step_kv > LEAST:
+        while shared_bytes(blocks, spec) > min(SHARED_LIMITS.values()) and blocks.step_kv > LEAST:
             blocks = dataclasses.replace(blocks, step_kv=blocks.step_kv // 2)
     if settings.block_q is None:
-        while shared_bytes(blocks, spec) > min(_SHARED.values()) and blocks.block_q > LEAST:
+        while shared_bytes(blocks, spec) > min(SHARED_LIMITS.values()) and blocks.block_q > LEAST:
             blocks = dataclasses.replace(blocks, block_q=blocks.block_q // 2)
     return blocks
 
 
 def tpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target: Target) -> Iterator[str]:
-    """Why a TPU cannot hold the blocks, a sentence each."""
+    """Why a TPU cannot compute in the dtype, or hold the blocks, a sentence each."""
+    if spec.dtype == "float16":
+        yield (
+            "dtype=float16 is not supported by kascade's kernel for TPUs (float32 or bfloat16, as TPUs compute); cast "
+            "the inputs, or use backend='chunked'."
+        )
+        return
     blocks = tpu_blocks(spec, tiling, settings)
     if tiling.unit % LANES:
         yield (
@@ -121,7 +125,8 @@ def gpu_reasons(spec: AttentionSpec, tiling: Tiling, settings: Settings, target:
                 f"kascade: {name}={dim} is not supported by its kernel for {target} (a power of two of at least "
                 f"{LEAST}); use kernel='xla', or pad the head dimension."
             )
-    need, has = shared_bytes(blocks, spec), _SHARED.get(target.compute_capability or (0, 0), min(_SHARED.values()))
+    need = shared_bytes(blocks, spec)
+    has = SHARED_LIMITS.get(target.compute_capability or (0, 0), min(SHARED_LIMITS.values()))
     if need > has:
         yield (
             f"kascade: block_q={blocks.block_q} and block_kv_compute={blocks.step_kv} with head_dim={spec.head_dim} "
@@ -136,7 +141,7 @@ def vmem_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
     With a gradient, the larger of both passes. Forward, output and log-sum-exp are float32 then. Backward, the block
     has two numbers of every row, float32 gradients, and the probabilities' gradients beside the scores.
     """
-    rows, element = spec.group_size * blocks.block_q, _BYTES[spec.dtype]
+    rows, element = spec.group_size * blocks.block_q, BYTES[spec.dtype]
     dim, v_dim = (-(-size // LANES) * LANES for size in (spec.head_dim, spec.value_head_dim or spec.head_dim))
     loaded = 2 * element * (rows + blocks.block_kv) * (dim + v_dim)
     state = 4 * rows * (2 * LANES + v_dim)
@@ -158,4 +163,4 @@ def shared_bytes(blocks: TileBlocks, spec: AttentionSpec) -> int:
     numbers = blocks.block_q * spec.head_dim + blocks.step_kv * (spec.head_dim + v_dim)
     if spec.needs_grad:
         numbers += blocks.block_q * (v_dim + blocks.step_kv)
-    return _BYTES[spec.dtype] * numbers
+    return BYTES[spec.dtype] * numbers

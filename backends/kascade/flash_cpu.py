@@ -33,8 +33,8 @@ from .settings import Settings
 class FlashCpuKernels(Kernels):
     """The kernel calls for this processor. No setting changes them: a tile is a block."""
 
-    @staticmethod
-    def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:  # noqa: ARG004 (of the interface)
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:  # noqa: ARG003 (of the interface)
         """Refuses other platforms, single keys, and CPUs where the kernels do not work."""
         if target.platform != "cpu":
             return (f"kernel='flash_cpu' runs on CPUs, the target is {target}; leave kernel out.",)

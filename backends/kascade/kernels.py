@@ -1,7 +1,8 @@
 """The interface between Kascade's algorithm and the kernels that compute it.
 
-``xla`` runs on every platform. ``pallas_tpu`` and ``pallas_triton`` are Pallas kernels, ``flash_cpu`` is native code
-for CPUs. Only the option ``kernel`` chooses among them. A kernel refuses problems that it cannot compute.
+``xla`` runs on every platform, and selects and attends to a selection without a list. ``pallas_tpu`` and
+``pallas_triton`` are Pallas kernels, ``flash_cpu`` is native code for CPUs. Only the option ``kernel`` chooses among
+them. A kernel refuses problems that it cannot compute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import Target
-from .selection import Places
+from .selection import Places, Selection, select, with_own
 from .settings import Settings, Tiling
 
 
@@ -31,10 +32,10 @@ class Kernels:
     settings: Settings
     interpret: bool = False
 
-    @staticmethod
-    def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:  # noqa: ARG003 (of the interface)
         """Every reason, one sentence each, why the kernels cannot compute this; () where they can."""
-        raise NotImplementedError
+        return ()
 
     def pooled_mass(
         self,
@@ -48,6 +49,23 @@ class Kernels:
         a row that sees no key adds 0.
         """
         raise NotImplementedError
+
+    def select(self, places: Places, query: Array, key: Array) -> Selection:
+        """The selection of an anchor, by :meth:`pooled_mass`."""
+        return select(self.tiling, places, self.pooled_mass(places, query, key), self.settings.ablation)
+
+    def dense_layer(
+        self, places: Places, query: Array, key: Array, value: Array
+    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Selection] | None:
+        """Attention to all keys, and the selection; None where :meth:`dense` has none."""
+        found = self.dense(places, query, key, value)
+        return None if found is None else (found[0], select(self.tiling, places, found[1], self.settings.ablation))
+
+    def attend_selected(
+        self, places: Places, query: Array, key: Array, value: Array, selection: Selection
+    ) -> Float[Array, "batch q_len heads v_dim"]:
+        """:meth:`attend` to a selection and to the own region of each query tile."""
+        return self.attend(places, query, key, value, with_own(self.tiling, places, selection))
 
     def dense(
         self,

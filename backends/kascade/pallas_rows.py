@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..contract import AttentionSpec
+from ..devices import Platform, Target
 from .block_sizes import TileBlocks
 from .kernels import Kernels
 from .selection import Places
@@ -42,7 +43,26 @@ class Placed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PallasKernels(Kernels):
-    """Attention to listed tiles and the pooled mass, of rows and padded heads; the device's form does the rest."""
+    """Attention to listed tiles and the pooled mass, of rows and padded heads; the device's form does the rest.
+
+    ``misfits(spec, tiling, settings, target)`` says why a device of ``platform`` cannot hold the blocks. On any other
+    the kernels are interpreted.
+    """
+
+    platform: ClassVar[Platform]
+    misfits: ClassVar[Callable[[AttentionSpec, Tiling, Settings, Target], Iterator[str]]]
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
+        """Refuses single keys, and what does not fit the device."""
+        if settings.granularity != "tile":
+            reason = (
+                "granularity='token' is not supported by kascade's Pallas kernels, which load whole tiles; use "
+                "granularity='tile', or kernel='xla'."
+            )
+            return (reason,)
+        fits = target.platform != cls.platform
+        return () if fits else tuple(cls.misfits(spec, Tiling.of(spec, settings), settings, target))
 
     @property
     def blocks(self) -> TileBlocks:
@@ -115,8 +135,8 @@ class PallasKernels(Kernels):
         return untiled(d_query, *self._tiles).astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
 
     def lists_fit(self, slots: int) -> bool:
-        """Whether a backward pass can hold the lists of ``slots`` tiles."""
-        raise NotImplementedError
+        """Whether a backward pass can hold the lists of ``slots`` tiles, and number their pairs."""
+        return self.tiling.query_tiles * self.tiling.units < 2**31
 
     def _attended(
         self, places: Places, query: Array, key: Array, value: Array, listed: Array, *, keep: bool
@@ -270,17 +290,6 @@ def product(left: Array, right: Array, contracted: tuple[int, int]) -> Array:
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contracted[0],), (contracted[1],)), ((), ()))
     return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def token_reasons(settings: Settings) -> tuple[str, ...]:
-    """Why no Pallas kernel takes these settings."""
-    if settings.granularity == "tile":
-        return ()
-    reason = (
-        "granularity='token' is not supported by kascade's Pallas kernels, which load whole tiles; use "
-        "granularity='tile', or kernel='xla'."
-    )
-    return (reason,)
 
 
 def block_visible(

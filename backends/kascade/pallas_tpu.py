@@ -26,23 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from ..contract import AttentionSpec
-from ..devices import Target
 from .block_sizes import LANES, TileBlocks, tpu_blocks, tpu_reasons
-from .pallas_rows import (
-    HIDDEN,
-    PallasKernels,
-    Placed,
-    Queries,
-    Rows,
-    Visits,
-    block_visible,
-    product,
-    token_reasons,
-    where_needed,
-)
+from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, Rows, Visits, block_visible, product, where_needed
 from .pallas_tpu_backward import gradient_call
-from .settings import Settings, Tiling
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
 LIST_BYTES = 512 * 1024
@@ -52,19 +38,8 @@ LIST_BYTES = 512 * 1024
 class TpuKernels(PallasKernels):
     """The kernels in blocks for a TPU's vector memory."""
 
-    @staticmethod
-    def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
-        """Refuses single keys; on a TPU also float16 and blocks that do not fit it."""
-        reasons = [*token_reasons(settings)]
-        if target.platform == "tpu":
-            if spec.dtype == "float16":
-                reasons.append(
-                    "dtype=float16 is not supported by kascade's kernel for TPUs (float32 or bfloat16, as TPUs "
-                    "compute); cast the inputs, or use backend='chunked'."
-                )
-            if not reasons:
-                reasons += tpu_reasons(spec, Tiling.of(spec, settings), settings, target)
-        return tuple(reasons)
+    platform = "tpu"
+    misfits = staticmethod(tpu_reasons)
 
     @functools.cached_property
     def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleMethodOverride]  (kept)
@@ -104,8 +79,7 @@ class TpuKernels(PallasKernels):
 
     def lists_fit(self, slots: int) -> bool:
         """As :meth:`PallasKernels.lists_fit`: a call has the pairs of one KV head of one sequence."""
-        tiling = self.tiling
-        return tiling.query_tiles * slots * 4 <= LIST_BYTES and tiling.query_tiles * tiling.units < 2**31
+        return self.tiling.query_tiles * slots * 4 <= LIST_BYTES and super().lists_fit(slots)
 
     def gradients_of_rows(
         self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed
@@ -129,8 +103,6 @@ class TpuKernels(PallasKernels):
         """As :meth:`PallasKernels.mass_of_rows`."""
         spec, tiling, blocks = self.spec, self.tiling, self.blocks
         parts, n_rows = blocks.blocks_q, rows.shape[1]
-
-        n_rows = rows.shape[1]
 
         def block_kv(step: Any, block: Any, firsts: Any, lengths: Any) -> Any:
             """The block, or the last one that is needed: behind it nothing is loaded."""

@@ -19,24 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
-from ..contract import AttentionSpec
-from ..devices import Target
 from .block_sizes import TileBlocks, gpu_blocks, gpu_reasons
-from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, Rows, Visits, product, token_reasons
-from .settings import Settings, Tiling
+from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, Rows, Visits, product
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernels(PallasKernels):
     """The kernels in blocks for a GPU's shared memory."""
 
-    @staticmethod
-    def refuses(spec: AttentionSpec, settings: Settings, target: Target) -> tuple[str, ...]:
-        """Refuses single keys; on a GPU also blocks that do not fit it."""
-        reasons = token_reasons(settings)
-        if target.platform == "cuda" and not reasons:
-            reasons = tuple(gpu_reasons(spec, Tiling.of(spec, settings), settings, target))
-        return reasons
+    platform = "cuda"
+    misfits = staticmethod(gpu_reasons)
 
     @functools.cached_property
     def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleMethodOverride]  (kept)
@@ -57,10 +49,6 @@ class TritonKernels(PallasKernels):
             out.append(jax.ShapeDtypeStruct(rows.shape[:2], jnp.float32))
         operands = rows, keys, values, tiles, counts, *placed[:2], *placed.ids
         return tuple(self._call("kascade_attend", _attend, operands, out, [self._part(x) for x in out]))
-
-    def lists_fit(self, slots: int) -> bool:
-        """As :meth:`PallasKernels.lists_fit`: lists lie in the device's memory."""
-        return self.tiling.query_tiles * self.tiling.units < 2**31
 
     def gradients_of_rows(
         self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed

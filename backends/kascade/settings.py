@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from jaxtyping import Int
 
-from ..contract import AttentionSpec, check_options
+from ..contract import AttentionSpec, check_options, is_whole
 from .schedule import Schedule
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class KascadeBlockSizes:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            whole = isinstance(size, int) and not isinstance(size, bool)
-            if not whole or size < LEAST or size & (size - 1):
+            if not is_whole(size, LEAST) or size & (size - 1):
                 raise ValueError(
                     f"kascade: {field.name}={size!r} is not accepted; it is a power of two of at least {LEAST}."
                 )
@@ -103,10 +102,10 @@ class Settings:
         good = {
             "schedule": self.schedule is None or isinstance(self.schedule, Schedule),
             "top_k": isinstance(self.top_k, int | float) and not isinstance(self.top_k, bool) and 0 < self.top_k <= 1,
-            "min_keys": _is_int(self.min_keys, 0),
+            "min_keys": is_whole(self.min_keys, 0),
             "granularity": self.granularity in get_args(Granularity),
-            "tile_size": _is_int(self.tile_size, 1),
-            "query_tile": _is_int(self.query_tile, 1),
+            "tile_size": is_whole(self.tile_size, 1),
+            "query_tile": is_whole(self.query_tile, 1),
             "ablation": self.ablation is None or self.ablation in get_args(Ablation),
             "kernel": self.kernel is None or self.kernel in get_args(Kernel),
             "when": self.when in get_args(When),
@@ -212,11 +211,7 @@ def budget(settings: Settings, unit: int, candidates: int) -> Int[np.ndarray, " 
 
 def share_of_tiles(tiles: object, tile_size: object) -> str:
     """What to write for a number of tiles, which earlier guides gave as ``top_k``; empty where it is none."""
-    if not (isinstance(tiles, int | float) and tiles > 1 and tiles == int(tiles) and _is_int(tile_size, 1)):
+    if not (isinstance(tiles, int | float) and tiles > 1 and tiles == int(tiles) and is_whole(tile_size, 1)):
         return ""
     share = tiles * tile_size / 4096  # pyright: ignore[reportOperatorIssue]
     return f" {tiles:g} tiles of {tile_size} keys are top_k={share:g} of 4096 keys: divide by the tiles that there are."
-
-
-def _is_int(x: object, least: int) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= least

@@ -7,24 +7,24 @@ what was selected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..contract import AttentionSpec
 from ..devices import Target
 from ..tunable import KernelWork
-from .block_sizes import LANES, TileBlocks, gpu_blocks, shared_bytes, tpu_blocks, vmem_bytes
+from .block_sizes import BYTES, LANES, TileBlocks, gpu_blocks, shared_bytes, tpu_blocks, vmem_bytes
 from .settings import LEAST, Settings, Tiling
 
 _LARGEST_STEP = 512  # keys computed with at a time: more are no longer one product of a device's matrix unit
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def defaults(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks of a kernel by rule; on a CPU XLA's code."""
     if target.platform == "cpu":
         return {"kernel": "xla"}
-    return _options(_blocks(spec, target, given))
+    blocks = _blocks(spec, target, given)
+    return {"block_q": blocks.block_q, "block_kv_sparse": blocks.block_kv, "block_kv_compute": blocks.step_kv}
 
 
 def candidates(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -59,7 +59,7 @@ def work(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Ker
         candidates_of = min(_first(spec, tile, tiling) // tiling.unit, len(tiling.budgets) - 1)
         listed += (tiling.budgets[candidates_of] + tiling.own_units) * tiling.unit
         earlier += min(_first(spec, tile, tiling) + tiling.query_tile, spec.key_value_length)
-    dim, v_dim, element = spec.head_dim, spec.value_head_dim or spec.head_dim, _BYTES[spec.dtype]
+    dim, v_dim, element = spec.head_dim, spec.value_head_dim or spec.head_dim, BYTES[spec.dtype]
     attended, pooled = tiles * parts * listed, 2 * tiles * parts * earlier  # keys; the mass takes two passes
     queries = 2 * tiles * tiling.query_tiles * rows * dim
     return KernelWork(
@@ -81,13 +81,6 @@ def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Ti
     return gpu_blocks(spec, tiling, settings) if target.platform == "cuda" else tpu_blocks(spec, tiling, settings)
 
 
-def _options(blocks: TileBlocks) -> dict[str, Any]:
-    return {"block_q": blocks.block_q, "block_kv_sparse": blocks.block_kv, "block_kv_compute": blocks.step_kv}
-
-
-def _powers(least: int, most: int) -> Iterator[int]:
+def _powers(least: int, most: int) -> list[int]:
     """Powers of two from ``least`` to ``most``, both powers of two."""
-    size = least
-    while size <= most:
-        yield size
-        size *= 2
+    return [1 << n for n in range(least.bit_length() - 1, most.bit_length())]

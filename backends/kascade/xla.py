@@ -10,15 +10,20 @@ step is one query row per head: see ``steps.py``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..contract import AttentionSpec
+from . import steps
+from .kernels import Kernels
 from .selection import Places, Selection, candidates, choose, may_see
 from .selection import select as select_by
 from .settings import Ablation, Tiling
@@ -26,9 +31,74 @@ from .settings import Ablation, Tiling
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
 # Keys per step, in whole units. Zen 5, 2 cores, S 4096 and 8192: see docs/explanation/kascade.md.
 _KEYS_PER_STEP, _KEYS_PER_SWEEP = 256, 512
+_BY_HEAD, _BY_KV_HEAD = "head", "KV head"  # how an array, or a selection, is divided among devices
 _FEW = 4  # with at most so many units per step, the units left over are visited one by one
 
 _State = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows v_dim"] | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """The devices along one axis of a mesh, each with its share of the KV heads."""
+
+    mesh: Mesh
+    axis: str
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.mesh.shape[self.axis]
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaKernels(Kernels):
+    """The functions of this module and of ``steps.py``. With ``heads`` each device computes its share of the KV heads.
+
+    Only indices are exchanged.
+    """
+
+    heads: Heads | None = None
+
+    def select(self, places: Places, query: Array, key: Array) -> Selection:
+        """As :meth:`Kernels.select`."""
+        return self._divided(lambda *of_share: self._choose(*of_share)[0], _BY_KV_HEAD, places, query, key)
+
+    def dense_layer(self, places: Places, query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
+        """As :meth:`Kernels.dense_layer`."""
+        found = self._divided(self._choose, (_BY_KV_HEAD, _BY_HEAD), places, query, key, value)
+        return found[1], found[0]
+
+    def attend_selected(self, places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
+        """As :meth:`Kernels.attend_selected`."""
+        run = functools.partial(attend, self._share, self.tiling)
+        return self._divided(run, _BY_HEAD, places, query, key, value, selection)
+
+    def _choose(self, places: Places, query: Array, key: Array, value: Array | None = None) -> tuple[Selection, Any]:
+        chosen_by = steps.select if self.spec.query_length == 1 else select
+        return chosen_by(self._share, self.tiling, places, query, key, value, self.settings.ablation)
+
+    @property
+    def _share(self) -> AttentionSpec:
+        """The problem of one device."""
+        spec, devices = self.spec, 1 if self.heads is None else self.heads.devices
+        return dataclasses.replace(spec, num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices)
+
+    def _divided(self, function: Callable[..., Any], results: Any, places: Places, *arrays: Any) -> Any:
+        """``function(places, *arrays)`` of each device's heads; ``results`` say how what it returns is divided."""
+        with jax.enable_x64(new_val=False):  # where a caller enables it, the loops' counters would be of two dtypes
+            if self.heads is None:
+                return function(places, *arrays)
+            axis = self.heads.axis
+            specs = {_BY_HEAD: PartitionSpec(None, None, axis), _BY_KV_HEAD: PartitionSpec(None, axis)}
+            given = (specs[_BY_KV_HEAD if isinstance(x, Selection) else _BY_HEAD] for x in arrays)
+            shared = jax.shard_map(
+                function,
+                mesh=self.heads.mesh,
+                in_specs=(PartitionSpec(), *given),
+                out_specs=jax.tree.map(specs.get, results),
+                check_vma=False,
+            )
+            return shared(places, *arrays)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

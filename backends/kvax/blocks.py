@@ -34,21 +34,21 @@ PREPROCESS_BLOCK = 128  # rows per block of the backward pass's first kernel; fi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KernelBlocks:
-    """Parameters of one pass, by Kvax's names."""
+class FlashAttentionParamsConfig:
+    """Block sizes and launch parameters of a pass; the defaults are Kvax's for GPUs that are no H100."""
 
-    query_block_size: int
-    kv_block_size: int
-    num_warps: int
-    num_stages: int
+    query_block_size: int = 64
+    kv_block_size: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passes:
     """Parameters of both passes."""
 
-    forward: KernelBlocks
-    backward: KernelBlocks
+    forward: FlashAttentionParamsConfig
+    backward: FlashAttentionParamsConfig
 
     def step(self, needs_grad: bool) -> int:
         """Padded lengths are multiples of this number: every block divides it (all are powers of two)."""
@@ -57,14 +57,14 @@ class Passes:
         return max(*sizes, PREPROCESS_BLOCK)
 
 
-_SMALL = Passes(KernelBlocks(64, 64, 4, 3), KernelBlocks(64, 64, 4, 3))  # Kvax's own for all but an H100
+_SMALL = Passes(FlashAttentionParamsConfig(), FlashAttentionParamsConfig())
 # Kvax's own for an H100, used for all of its generation; also on a CPU, so that the same kernels are verified there.
-_LARGE = Passes(KernelBlocks(128, 128, 8, 3), KernelBlocks(64, 128, 8, 3))
+_LARGE = Passes(FlashAttentionParamsConfig(128, 128, 8, 3), FlashAttentionParamsConfig(64, 128, 8, 3))
 
 
 # For head dimensions above 128, where Kvax's own need more shared memory than there is. Of those tried it fits an
 # A100, an H100 and a B200 and spills least (tests/backends/kvax/test_build.py compiles it for each).
-_WIDE = Passes(KernelBlocks(64, 64, 8, 2), KernelBlocks(32, 64, 8, 2))
+_WIDE = Passes(FlashAttentionParamsConfig(64, 64, 8, 2), FlashAttentionParamsConfig(32, 64, 8, 2))
 
 
 # Candidates for tuning: query rows, keys, warps, stages. Kvax's own and their neighbours.
@@ -105,18 +105,16 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> P
 
 def candidates(*, backward: bool) -> tuple[dict[str, int], ...]:
     """Block sizes worth trying for one of the passes, as options."""
-    tried = _BACKWARD_CANDIDATES if backward else _FORWARD_CANDIDATES
-    return tuple(_named(KernelBlocks(*sizes), backward=backward) for sizes in tried)
+    tried = [
+        FlashAttentionParamsConfig(*sizes) for sizes in (_BACKWARD_CANDIDATES if backward else _FORWARD_CANDIDATES)
+    ]
+    return tuple(as_options(Passes(each, each), backward=backward) for each in tried)
 
 
 def as_options(blocks: Passes, *, backward: bool) -> dict[str, int]:
     """The block sizes of one of the passes, as options."""
-    return _named(blocks.backward if backward else blocks.forward, backward=backward)
-
-
-def _named(blocks: KernelBlocks, *, backward: bool) -> dict[str, int]:
-    prefix = "backward_" if backward else ""
-    return {f"{prefix}{name}": size for name, size in dataclasses.asdict(blocks).items()}
+    prefix, sizes = ("backward_", blocks.backward) if backward else ("", blocks.forward)
+    return {f"{prefix}{name}": size for name, size in dataclasses.asdict(sizes).items()}
 
 
 def _default(spec: AttentionSpec, target: Target) -> Passes:

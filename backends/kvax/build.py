@@ -28,7 +28,7 @@ from triton.backends.nvidia import compiler as nvidia  # pyright: ignore[reportM
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
-from ..devices import Target
+from ..devices import SHARED_LIMITS, Target
 from ..layout import ARRAYS, Layout, shape_of
 from ..spec import AttentionSpec
 from ..tunable import KernelBuild
@@ -36,8 +36,6 @@ from . import upstream
 from .blocks import Passes
 from .mesh import OneDevice, plan_with
 
-# Shared memory of one thread block, by compute capability (CUDA C programming guide, technical specifications).
-SHARED_LIMITS = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 _DIVISIBLE = (("tt.divisibility", 16),)
 _SECONDS = 300.0  # for one run of ptxas

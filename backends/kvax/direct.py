@@ -20,21 +20,12 @@ from jaxtyping import Array, Float, Int
 from ..devices import Target
 from . import availability
 from .backend import device_reasons, upstream_of
+from .blocks import FlashAttentionParamsConfig as FlashAttentionParamsConfig
 from .upstream import Upstream
 
 PADDING_SEGMENT_ID = -1
 _ROWS = 128  # the backward pass is wrong at lengths that this does not divide
 _Axes = tuple[str | None, str | None, str | None, str | None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlashAttentionParamsConfig:
-    """Block sizes and launch parameters of a pass; the defaults are Kvax's for GPUs that are no H100."""
-
-    query_block_size: int = 64
-    kv_block_size: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -190,14 +190,10 @@ def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -
     def forward(query: Array, key: Array, value: Array, arrays: Any) -> tuple[Array, Any]:
         if not needs_grad:
             raise ValueError("this was planned with needs_grad=False; plan with needs_grad=True to differentiate it.")
-        return jax.vjp(functools.partial(_last, kernel, arrays), query, key, value)
+        return jax.vjp(lambda q, k, v: kernel(q, k, v, arrays), query, key, value)
 
     def backward(pullback: Any, d_out: Array) -> tuple[Any, ...]:
         return *(x.astype(d_out.dtype) for x in pullback(d_out)), None
 
     run.defvjp(forward, backward)
     return run
-
-
-def _last(kernel: Callable[..., Array], arrays: Any, *inputs: Array) -> Array:
-    return kernel(*inputs, arrays)

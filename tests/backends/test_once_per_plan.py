@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, splash, splash_blocks, splash_operands
+from attnsuite.backends import AttentionSpec, Layout, Target, plan, splash, splash_blocks
 from attnsuite.backends.kascade import KASCADE, LayerRole, Schedule, backend, pallas_tpu
 
 LAYERS = 3
@@ -51,11 +51,10 @@ def spec_of(**changes):
 
 
 def test_splash_reads_options_sorts_the_mask_and_makes_its_ids_once(counted):
-    own, shared = ("read_options", "plan_of"), ("segment_ids", "one_key_is_seen", "no_sinks")
-    counted(splash_blocks, *own)
-    counts = counted(splash_operands, *shared)
+    names = ("read_options", "segment_ids", "one_key_is_seen", "no_sinks")
+    counts = counted(splash_blocks, *names)
     run_layers(splash.SPLASH, spec_of())
-    assert counts == dict.fromkeys((*own, *shared), 1)
+    assert counts == dict.fromkeys(names, 1)
 
 
 def test_kascade_reads_schedule_and_blocks_and_plans_dense_layers_once(counted):

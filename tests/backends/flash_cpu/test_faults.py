@@ -445,7 +445,7 @@ print("same")
 def test_handler_answers_for_the_version_it_was_built_for():
     """Without XLA: a call frame that asks for metadata, as ``c_api.h`` lays it out."""
     name = targets.target("forward", calls.Calls(SPEC, ISA).kernel, ISA)
-    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(name.code.address("handler"))
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(name.code.get_function_address("handler"))
     frame, extension, metadata, api = (np.zeros(24, np.int64) for _ in range(4))
     extension.view(np.int32)[2] = 1
     extension[3], frame[1], frame[2] = metadata.ctypes.data, extension.ctypes.data, api.ctypes.data

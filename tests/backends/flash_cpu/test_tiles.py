@@ -13,12 +13,12 @@ pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 from attnsuite.backends import AttentionSpec, Layout, oracle
 from attnsuite.backends.flash_cpu import availability, compiler, targets, tiles
 from attnsuite.backends.flash_cpu.calls import Calls
-from attnsuite.backends.flash_cpu.compiler import Processor, assembly
+from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, ptr
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX512_BF16
 from attnsuite.backends.flash_cpu.visibility import visibility
-from emitted import ISAS, call, set_apart
+from emitted import ISAS, assembly, call, set_apart
 from emulated_tiles import emulate
 
 SAPPHIRE_RAPIDS = Processor("x86_64-unknown-linux-gnu", "sapphirerapids", tuple((x, True) for x in AMX_BF16.needs))
@@ -133,7 +133,7 @@ def _function(text, name):
 def test_products_are_compiled_to_amx_for_a_processor_that_is_not_here(kind, phases):
     """Compiled and looked at, not run."""
     kernel = Kernel("bfloat16", 64, 64, soft_cap=False, out_dtype="bfloat16")
-    text = assembly(lambda module, isa: targets.build(kind, kernel, module, isa), SAPPHIRE_RAPIDS, AMX_BF16)
+    text = assembly(SAPPHIRE_RAPIDS, AMX_BF16, kind, kernel)
     assert "dpbf16ps\t%zmm" not in text
     assert [text.count(name) for name in ("ldtilecfg", "tilerelease")] == [1, 1]
     steps = re.findall(r"ldtilecfg|tilerelease|\$(?:\w+_item|release)", _function(text, "worker"))

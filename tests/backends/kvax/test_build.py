@@ -6,7 +6,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.kvax import KVAX
-from attnsuite.backends.kvax.blocks import KernelBlocks, Passes, choose
+from attnsuite.backends.kvax.blocks import FlashAttentionParamsConfig, Passes, choose
 from attnsuite.backends.tunable import CompilesKernels
 
 pytestmark = pytest.mark.needs_kvax
@@ -54,7 +54,7 @@ def test_every_kernel_fits_every_generation(kind, head_dim):
 def test_blocks_are_those_of_the_grid_that_the_block_sizes_give():
     from attnsuite.backends.kvax import build
 
-    blocks = Passes(KernelBlocks(64, 128, 4, 2), KernelBlocks(64, 32, 4, 2))
+    blocks = Passes(FlashAttentionParamsConfig(64, 128, 4, 2), FlashAttentionParamsConfig(64, 32, 4, 2))
     launches = build.record_launches(spec(batch=2), blocks)
     assert [(launch.kernel.fn.__name__, launch.blocks) for launch in launches] == [
         (MASKS[0], 2 * 2048 // 64),
@@ -148,7 +148,7 @@ def test_float32_would_be_multiplied_as_tf32():
     """What ``supports`` refuses float32 for."""
     from attnsuite.backends.kvax import build
 
-    blocks = Passes(KernelBlocks(64, 64, 4, 2), KernelBlocks(64, 64, 4, 2))
+    blocks = Passes(FlashAttentionParamsConfig(64, 64, 4, 2), FlashAttentionParamsConfig(64, 64, 4, 2))
     launches = build.record_launches(spec(64, dtype="float32", needs_grad=False), blocks)
     ptx = build.compile_launch(launches[-1], H100).asm["ptx"]
     assert ".tf32" in ptx

@@ -124,8 +124,8 @@ def test_is_hashable():
 
 def test_block_parameters_are_those_given_and_the_generations_own():
     chosen = blocks.choose(spec(), H100, {"kv_block_size": 64, "backward_num_stages": 2})
-    assert chosen.forward == blocks.KernelBlocks(128, 64, 8, 3)
-    assert chosen.backward == blocks.KernelBlocks(64, 128, 8, 2)
+    assert chosen.forward == blocks.FlashAttentionParamsConfig(128, 64, 8, 3)
+    assert chosen.backward == blocks.FlashAttentionParamsConfig(64, 128, 8, 2)
 
 
 def test_h200_has_the_blocks_of_an_h100_and_not_the_small_ones():
