@@ -12,9 +12,11 @@ tokens whose segment ids are the sequences.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
@@ -48,7 +50,12 @@ def quantize(
     """
     if kv_dtype not in _LARGEST:
         raise ValueError(f"kv_dtype={kv_dtype!r} is not supported; use one of {', '.join(_LARGEST)}.")
-    x, largest = jnp.asarray(x).astype(jnp.float32), _LARGEST[kv_dtype]
+    return _quantize(x, kv_dtype, tuple(axes))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(x: Array, kv_dtype: str, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    x, largest = x.astype(jnp.float32), _LARGEST[kv_dtype]
     top = jnp.abs(x).max(axes, keepdims=True)
     scales = jnp.where(top == 0.0, 1.0, top / largest)
     numbers = jnp.clip(x / scales, -largest, largest)

@@ -140,7 +140,7 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
         blocks["heads_per_tile"] = int(rng.integers(1, 5))
     spoilt = float(rng.choice([np.nan, np.inf, -np.inf])) if sometimes(0.4) else None
     spoilt = spoilt if isolates else None
-    arrays: tuple[Any, ...] = tuple(map(jnp.asarray, (query, key, value, cotangent)))
+    arrays: tuple[Any, ...] = tuple(map(jax.device_put, (query, key, value, cotangent)))
     traced = sometimes(0.5)
     if "sinks" in taken and sometimes(0.15):
         spec = dataclasses.replace(spec, has_sinks=True)
