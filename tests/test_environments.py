@@ -86,14 +86,21 @@ def test_every_test_belongs_to_an_environment(items):
 
 
 def elsewhere(items):
-    """Tests that the environment of one of their marks leaves out. Where annotations are checked, no type is wrong."""
+    """Tests that the environment of one of their marks leaves out.
+
+    Where annotations are checked (``standard``), no type is wrong and nothing is timed.
+    """
     of_mark = {}
     for selection in selections():
         of_mark.setdefault(selection.environment, []).append(selection)
 
     def left_out(item):
         marks = {mark.name for mark in item.iter_markers()}
-        asked = [of_mark[name] for name in marks & set(of_mark) if "wrong_types" not in marks]
+        asked = [
+            of_mark[name]
+            for name in (marks - {"standard"} if "speed" in marks else marks) & set(of_mark)
+            if "wrong_types" not in marks
+        ]
         return any(not any(one.holds(item) for one in found) for found in asked)
 
     return [item.nodeid for item in items if left_out(item)]
