@@ -42,7 +42,7 @@ def median(samples: Sequence[float]) -> Interval:
     >>> median([3.0, 1.0, 2.0])
     Interval(value=2.0, low=None, high=None, count=3)
     """
-    return _estimate(tuple(samples), np.median)
+    return _estimate(tuple(samples), _median)
 
 
 def mean(values: Sequence[float]) -> Interval | None:
@@ -71,7 +71,7 @@ def unpaired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Inter
     """Ratio of the two medians, each resampled separately: for samples of different runs."""
 
     def ratio(above: NDArray[np.float64], below: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-        return np.median(above, axis=axis) / np.median(below, axis=axis)
+        return _median(above, axis) / _median(below, axis)
 
     return _interval((samples, baseline), ratio)
 
@@ -93,6 +93,13 @@ def quick_interval(*data: Sequence[float], level: float = 0.95) -> Interval:
 def _quick_ratio(*data: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     above, below, *control = (np.quantile(each, 0.1, axis=axis) for each in data)
     return above / below / (control[0] / control[1] if control else 1.0)
+
+
+def _median(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """As ``np.median``, of values without NaN. On thousands of short rows sorting is several times as fast."""
+    length = values.shape[axis]
+    middle = [(length - 1) // 2, length // 2]
+    return np.take(np.sort(values, axis), middle, axis).mean(axis)
 
 
 def wilson(successes: int, count: int) -> Interval:

@@ -19,6 +19,8 @@ import hypothesis
 import pytest
 
 from attnsuite.testing import Conformance
+from attnsuite.testing.cases import CASES
+from landing import BREADTH, CORE
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -26,21 +28,6 @@ hypothesis.settings.load_profile("fixed")
 
 
 TESTS = Path(__file__).parent
-
-
-# Every backend is held to the oracle in these with the oldest JAX too; with the newest JAX, to all of the suite.
-CORE = (
-    *(
-        "causal",
-        "causal-bfloat16",
-        "gqa-8",
-        "window-asymmetric",
-        "segments-causal",
-        "padding-both-ends",
-        "ragged-causal",
-    ),
-    *("combination", "decode-4"),
-)
 
 
 # What breaks first for a user, beside the core of every backend's conformance suite: files, or parts of them.
@@ -95,7 +82,30 @@ def _path(item: pytest.Item) -> str:
 
 def _is_first(item: pytest.Item) -> bool:
     path = _path(item)
+    if item.get_closest_marker("thorough") is not None:
+        return False
     return path in FIRST or (item.get_closest_marker("core") is not None and path.startswith("backends/"))
+
+
+def _case_of(item: pytest.Item) -> str | None:
+    """The case of the conformance suite that a test is about, if there is one."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    case = parameters.get("taken", parameters.get("case"))
+    return case if isinstance(case, str) and case in CASES else None
+
+
+def _ran_before(item: pytest.Item) -> bool:
+    """Whether the README's command has run it in .ci/run, with the newest JAX and compiled in the same way.
+
+    A newer Python has the same JAX, and runs all others.
+    """
+    ran = os.environ.get("ATTNSUITE_FIRST_RAN")
+    return bool(ran) and sys.version_info[:2] >= tuple(map(int, ran.split("."))) and _is_first(item)
+
+
+def _waits(item: pytest.Item) -> bool:
+    """Whether .ci/run leaves it to .ci/run --all."""
+    return os.environ.get("ATTNSUITE_LANDING") == "1" and item.get_closest_marker("thorough") is not None
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -122,7 +132,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     found = config.stash.get(_left_out, None)
     if not found:
         return
-    terminalreporter.section(f"left out: {sum(found.values())} tests, which CI runs (.ci/run); -v names the files")
+    terminalreporter.section(f"left out: {sum(found.values())} tests, which .ci/run --all runs; -v names the files")
     by_folder: Counter[str] = Counter()
     for file, count in found.items():
         by_folder[file.rpartition("/")[0]] += count
@@ -144,15 +154,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
+        if _case_of(item) not in (None, *BREADTH) and getattr(item.cls, "backend", None) != "standard":
+            item.add_marker("thorough")
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
     if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":
         _leave_out(config, items)
-    elif (ran := os.environ.get("ATTNSUITE_FIRST_RAN")) and sys.version_info[:2] >= tuple(map(int, ran.split("."))):
-        # .ci/run has run the first ones by the README's command, with the newest JAX and compiled in the same way. A
-        # newer Python has the same JAX, and runs all others.
-        others = [item for item in items if not _is_first(item)]
-        config.hook.pytest_deselected(items=[item for item in items if _is_first(item)])
-        items[:] = others
+    else:
+        chosen = [item for item in items if not (_ran_before(item) or _waits(item))]
+        config.hook.pytest_deselected(items=sorted(set(items) - set(chosen), key=items.index))
+        items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

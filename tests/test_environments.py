@@ -12,6 +12,9 @@ import pytest
 from _pytest.mark.expression import Expression
 
 import faults
+from attnsuite.testing import problems
+from attnsuite.testing.cases import CASES
+from landing import BREADTH
 
 TESTS = Path(__file__).parent
 TOX = TESTS.parent / "tox.ini"
@@ -139,3 +142,24 @@ def test_every_command_of_an_environment_selects_tests_of_its_own(items):
     # Of files that need a package of their environment, only what is collected without it is here.
     idle = [selection for selection in selections() if not any(map(selection.holds, items))]
     assert not idle
+
+
+def asked(names):
+    """Features, options and dtypes of these problems."""
+    found = set()
+    for name in names:
+        layout, terms, inputs = problems.arrays(CASES[name], name)
+        spec = problems.spec_of(CASES[name], layout, terms, inputs)
+        found |= {*spec.features(), spec.dtype, *CASES[name].options}
+    return found
+
+
+def test_before_a_change_lands_a_backend_is_held_to_every_feature_dtype_and_option():
+    everything = asked(CASES)
+    assert asked(BREADTH) == everything
+    assert asked(set(BREADTH) - {"chunk-causal"}) < everything
+
+
+def test_most_tests_wait_for_nothing(items):
+    waiting = [item for item in items if item.get_closest_marker("thorough")]
+    assert 500 < len(waiting) < len(items) / 3

@@ -21,6 +21,7 @@ EVERYWHERE = (0, 1, 53, 193)
 ROUNDED = {"chunked": (311,), "flash_cpu": (36, 496)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "number"),
     [

@@ -13,6 +13,7 @@ from command import known_machine
 TUTORIAL = runpy.run_path(str(Path(__file__).parents[1] / "docs/tutorial.py"))
 
 
+@pytest.mark.thorough
 def test_every_command_of_the_tutorial_works_in_an_empty_folder(tmp_path):
     page = TUTORIAL["PAGE"].read_text(encoding="utf-8")
     quick = page

@@ -32,6 +32,7 @@ class TestChunked(Conformance):
     cases_for_vmap = ("combination", "decode-1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,6 +62,7 @@ def test_a_plan_says_where_it_takes_the_plain_formula(case, plain, gradient):
     assert any("chunked takes XLA's plain formula" in note for note in notes) is plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "sizes", "magnitude"),
     [
@@ -83,6 +85,7 @@ def test_gradient_of_the_values_holds_where_the_two_passes_round_a_score_otherwi
     check_quantity("dv", _in_uneven_blocks(problem)["dv"], problem)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["segments-causal", "combination-ragged", "function-positions"])
 def test_blocks_of_a_known_layout_are_those_of_a_traced_one(case):
     made = problems.CASES[case]
@@ -139,6 +142,7 @@ def test_temporary_memory_is_at_most_an_eighth_of_the_standards(gradient):
     assert _temporary_bytes("chunked", 4096, gradient) * 8 <= _temporary_bytes("standard", 4096, gradient)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
 def test_temporary_memory_grows_linearly_with_the_length(gradient):
     lengths = (2048, 4096, 8192)
@@ -209,6 +213,7 @@ SMALL = {"block_q": 24, "block_kv": 48, "block_backward": 32}  # none of them di
 FORMS = [(1, 1, 1, 100), (2, 1, 1, 100), (2, 1, 72, 100), (1, 4, 72, 100), (2, 4, 72, 100), (2, 4, 72, 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_mask_and_bias_of_every_form_are_read_and_differentiated(form):
     rng = np.random.default_rng(form)
@@ -250,6 +255,7 @@ HIDING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hiding", HIDING)
 def test_slot_that_is_not_finite_reaches_only_what_sees_it(hiding):
     """Output and dq of rows that see the slot, dk and dv of keys that such a row sees; no bit of anything else."""

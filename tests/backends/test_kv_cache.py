@@ -257,6 +257,7 @@ WRONG: dict[str, tuple[Callable[[Problem], Any], str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.newest
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_cache_fails(name: str) -> None:

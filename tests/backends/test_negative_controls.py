@@ -20,7 +20,7 @@ from attnsuite.backends.standard import STANDARD
 from attnsuite.testing import checks, problems
 from attnsuite.testing.problems import QUANTITIES, Problem
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.thorough]
 
 Attend = Callable[..., Any]  # (query, key, value), and terms where there are some -> output, or (output, log-sum-exp)
 

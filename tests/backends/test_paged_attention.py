@@ -113,6 +113,7 @@ def test_query_that_is_not_finite_is_nan_unless_it_sees_nothing():
     assert not found[1].any()
 
 
+@pytest.mark.thorough
 def test_why_the_query_is_given_in_float32(monkeypatch):
     """With eight heads in a group the kernel rounds its output to the query's dtype after every block."""
     pages, step = 32, {"batch": 1, "key_value_length": 512, "num_heads": 8, "num_kv_heads": 1, "num_pages": 32}

@@ -70,6 +70,7 @@ def test_every_other_problem_is_refused(case):
     assert not found, f"{case} is taken and nowhere judged"
 
 
+@pytest.mark.thorough
 def test_why_gradients_are_refused():
     """The kernel's own dq at large logits, which the judge does not pass; at ordinary ones it does."""
     verdicts = {}

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
+from landing import swept
 from script import printed
 
 SCRIPT = """
@@ -95,7 +96,7 @@ CASES = {
 GATHERED = {"functions chunked", "vmap flash_cpu", "vmap chunked"}
 
 
-@pytest.mark.parametrize("devices", CASES)
+@pytest.mark.parametrize("devices", swept(CASES, (2,)))
 def test_each_device_computes_its_share_and_nothing_is_gathered(devices):
     found = json.loads(printed(SCRIPT, *CASES[devices], JAX_NUM_CPU_DEVICES=f"{devices}"))
     for name, case in found.items():

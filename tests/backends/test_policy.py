@@ -198,6 +198,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=150)
 @given(st.data())
 def test_any_change_of_a_policy_is_read_or_refused(data):

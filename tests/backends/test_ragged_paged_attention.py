@@ -156,6 +156,7 @@ def test_segments_without_the_number_of_sequences_are_refused():
     assert "backend_options={'sequences': n}" in reason
 
 
+@pytest.mark.thorough
 def test_the_kernel_keeps_the_bits_of_a_sequence_in_any_company_unless_its_blocks_change():
     """What breaks ``batch_invariant`` is that fewer tokens get other block sizes, not the kernel."""
     rng = np.random.default_rng(0)

@@ -86,6 +86,7 @@ UNEVEN = {"block_q": 384, "block_kv": 128, "block_q_backward": 256, "block_kv_ba
 BACKWARD = {"block_q": 128, "block_kv": 128, "fused_backward": True, "block_kv_backward": 256}
 
 
+@pytest.mark.thorough
 # Every choice on everything at once, and each other shape with the choice that its blocks fit least.
 @pytest.mark.parametrize(
     ("case", "options"),
@@ -149,6 +150,7 @@ def test_lengths_are_padded_by_less_than_a_lane_per_block(kind):
         assert 0 <= blocks.lengths[0] - length - 1 < 128 * (blocks.lengths[0] // blocks.q)
 
 
+@pytest.mark.thorough
 def test_kernel_alone_gives_garbage_where_a_row_sees_nothing():
     """The control of the zero rows: what the conformance suite would have caught without the sink."""
     problem = problems.problem("segments-unmatched")

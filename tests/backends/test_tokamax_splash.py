@@ -45,6 +45,7 @@ def kernels_made_anew():
     tokamax_splash._kernel_of.cache_clear()
 
 
+@pytest.mark.thorough
 @needs_tokamax
 @pytest.mark.usefixtures("kernels_made_anew")
 def test_why_exponentials_are_in_base_e(monkeypatch):

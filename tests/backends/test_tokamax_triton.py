@@ -55,6 +55,7 @@ def test_output_of_a_window_passes_the_judge():
     check_quantity("output", run(*problem.inputs[:3]), problem)
 
 
+@pytest.mark.thorough
 @needs_tokamax
 def test_why_the_backward_pass_is_padded(monkeypatch):
     """At 48 tokens, causal, its kernel reads rows behind the last one, and checks no bounds."""

@@ -48,6 +48,7 @@ def test_vmap_of_a_gradient_lowers_for_the_interpreter():
     jax.jit(jax.vmap(jax.grad(loss))).lower(jnp.ones((2, 1, 9, 4, 32)))
 
 
+@pytest.mark.thorough
 def test_kernel_alone_gives_an_average_where_a_row_sees_nothing(monkeypatch):
     """The control of the zero rows."""
     problem = problems.problem("padding-both-ends")

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.backends, pytest.mark.newest]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformations.md"
 
 
+@pytest.mark.thorough
 def test_table_is_the_one_of_the_page():
     pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
     command = [sys.executable, "-m", "attnsuite.testing.transformations", "standard", "chunked", "flash_cpu"]

@@ -54,6 +54,7 @@ def test_problem_passes_the_judge_and_what_nobody_sees_does_not_matter(name, cas
     check_unseen_does_not_matter(run, problem, results, finite=name in LETS_NAN_IN)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(LETS_NAN_IN - {"kvax"}))
 def test_nan_behind_the_lengths_reaches_other_rows(name):
     check_nan_is_let_in(name, "bfloat16" if name == "tokamax_triton" else "float32")

@@ -211,6 +211,7 @@ def asked(verdict, function, features, elsewhere=None, dtypes=("float32",), subj
     return verdicts.ask(verdict, subject, elsewhere)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("verdict", "function", "features", "said"),
     [

@@ -165,6 +165,7 @@ for number, source in enumerate(sources):
 """
 
 
+@pytest.mark.thorough
 def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_depths, tmp_path):
     sources, layer = two_depths
     more = {}

@@ -55,6 +55,7 @@ def measured(model) -> Calibration:
     return calibration.calibrate(model, [retrieval.sample(rng, LENGTH, gap=GAP).tokens[0] for _ in range(2)], FEW)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_read_layer_by_layer_gives_the_calibration_and_the_losses_of_the_whole_model(
     model, batch, measured, tmp_path
 ):
@@ -98,6 +99,7 @@ def test_by_single_keys_less_is_enough(model, batch):
     assert recall(model, batch, granularity="token", top_k=0.1) == 1.0
 
 
+@pytest.mark.thorough
 def test_too_few_units_are_not_enough(model, batch):
     assert recall(model, batch, top_k=0.05) < 0.7
 
@@ -110,6 +112,7 @@ def test_calibrated_schedules_pass_too(model, batch, measured):
         assert recall(model, batch, schedule) == 1.0
 
 
+@pytest.mark.thorough
 def test_a_swapped_head_map_fails(model, batch):
     layers = [dataclasses.replace(x, head_map=(1, 0)) if x.role == "reuse" else x for x in GOOD.layers]
     assert 0.1 < recall(model, batch, Schedule(tuple(layers))) < 0.75
@@ -152,6 +155,7 @@ class Tampered:
         return Selection(chosen, kept.sum(-1).astype(jnp.int32))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "most"), [("stale", 0.75), ("dropped", 0.4)])
 def test_a_selection_that_is_not_the_anchors_fails(model, batch, monkeypatch, name, most):
     monkeypatch.setattr(registry, "DEFAULT", Registry())

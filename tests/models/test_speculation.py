@@ -11,6 +11,7 @@ import pytest
 from attnsuite.backends import masks
 from attnsuite.models import KVCache, ModelConfig, Transformer
 from attnsuite.models.speculation import keep
+from landing import swept
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def prompted(model: Transformer) -> KVCache:
     return model.prefill(drawn(6), model.new_cache(2, 20), lengths=[6, 4], **CALL)[1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, ("latent and global",)))
 def test_a_draft_in_one_call_is_the_same_as_its_tokens_one_by_one(name: str) -> None:
     model, draft, following = make(name), drawn(4), drawn(1)
     one_by_one, cache = [], prompted(model)
@@ -57,7 +58,7 @@ def test_a_draft_in_one_call_is_the_same_as_its_tokens_one_by_one(name: str) -> 
         np.testing.assert_allclose(logits[row], model([tokens], **CALL)[0, -1], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, ("latent and global",)))
 def test_a_tree_in_one_call_is_the_same_as_each_of_its_paths_alone(name: str) -> None:
     model, tree, following = make(name), drawn(len(PARENTS)), drawn(1)
     together, cache = model.prefill(tree, prompted(model), parents=PARENTS, **CALL)
@@ -72,6 +73,7 @@ def test_a_tree_in_one_call_is_the_same_as_each_of_its_paths_alone(name: str) ->
     assert after.lengths.tolist() == [8, 6]
 
 
+@pytest.mark.thorough
 def test_a_tree_with_another_parent_shows() -> None:
     """The control of the test above."""
     model, tree = make("rotated"), drawn(len(PARENTS))

@@ -7,6 +7,7 @@ import pytest
 from attnsuite.models import ModelConfig, Transformer, load_shipped, open_checkpoint, save, streamed_nats
 from attnsuite.models.loss import token_nats
 from attnsuite.models.text import load_text, windows
+from landing import swept
 from script import printed
 
 CONFIGS = {
@@ -29,7 +30,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", swept(CONFIGS, ("untied-mixed",)))
 def test_streamed_layers_give_the_loss_of_the_whole_model(name, batch, tmp_path):
     model = Transformer(CONFIGS[name])
     save(model, tmp_path)
@@ -53,6 +54,7 @@ def test_keyword_beside_resolutions_that_a_call_does_not_have_is_refused(tmp_pat
         streamed_nats(open_checkpoint(tmp_path), TOKENS, resolutions=found, bakend="chunked")
 
 
+@pytest.mark.thorough
 def test_streaming_notices_a_layer_that_is_not_its_own(tmp_path):
     shipped = load_shipped()
     params = shipped.arrays()
@@ -95,6 +97,7 @@ for source in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 def test_streaming_takes_no_more_memory_for_more_layers(two_depths):
     """The same of loading is seen by the test of convert."""
     sources, layer = two_depths

@@ -15,6 +15,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import caller, kind_of, make_case
 from attnsuite.suite.measure.fresh import Draw
 from attnsuite.suite.reportable import standard_of
+from landing import swept
 
 WAYS = {
     "eager": {"operand": "causal"},
@@ -52,7 +53,7 @@ def held_to_its_own_inputs(case, found):
         assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
 
 
-@pytest.mark.parametrize("row", ["library", "standard"])
+@pytest.mark.parametrize("row", swept(("library", "standard"), ("standard",)))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_timed_call_is_judged_by_its_own_inputs_and_holds_no_compilation(way, row, tmp_path):
     case = case_of(way, **WAYS[way])
@@ -73,7 +74,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("row", ["library", "chunked"])
+@pytest.mark.parametrize("row", swept(("library", "chunked"), ("chunked",)))
 @pytest.mark.parametrize("fields", MORE, ids=str)
 def test_a_learned_bias_and_a_cache_are_judged_by_their_own_inputs(fields, row, tmp_path):
     case = case_of("jit", **fields)

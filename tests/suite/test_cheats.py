@@ -26,6 +26,7 @@ from attnsuite.suite.measure import arrays, plausible
 from attnsuite.suite.measure.fresh import Draw, renewed
 from attnsuite.suite.record import Machine
 from attnsuite.suite.subprocess_function import found_out
+from landing import swept
 
 FILE = Path(__file__).with_name("cheats.py")
 FORWARD = '[[case]]\nkind = "op_forward"\nsequence = 512\nheads = 2\nkv_heads = 2\n'
@@ -102,7 +103,7 @@ def beside(tmp_path_factory):
     return folder, run(folder, FORWARD, ["honest", *GROUPS["what judges"][1], *others], "--cell-memory", "2GiB")
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", swept(GROUPS, ("right while judged",)))
 def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group, request):
     case, cheats = GROUPS[group]
     if group == "what judges":
@@ -120,6 +121,7 @@ def test_a_cheat_is_caught_and_gets_no_time(tmp_path, group, request):
         assert not found[name]["samples"]
 
 
+@pytest.mark.thorough
 def test_what_is_replaced_in_the_process_changes_no_time(beside):
     """The clock and the wait are taken before."""
     _, found = beside
@@ -127,6 +129,7 @@ def test_what_is_replaced_in_the_process_changes_no_time(beside):
         assert min(found[name]["samples"]) > 0.2 * min(found["honest"]["samples"])
 
 
+@pytest.mark.thorough
 def test_memory_that_is_taken_elsewhere_counts(beside):
     _, found = beside
     assert found["memory_in_a_child"]["status"] == "oom"
@@ -134,6 +137,7 @@ def test_memory_that_is_taken_elsewhere_counts(beside):
     assert found["honest"]["memory"]["process_high_water"] < 2**28
 
 
+@pytest.mark.thorough
 def test_a_child_that_outlives_the_run_can_write_nowhere(beside):
     folder, found = beside
     assert found["leaves_a_child"]["status"] == "ok"

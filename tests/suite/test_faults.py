@@ -82,6 +82,7 @@ def lengths(begun, tmp_path_factory, foreign):
     return {(record.case, record.requested): record for record in parse_records(out / RECORDS)[0]}
 
 
+@pytest.mark.thorough
 def test_interpreted_kernel_is_judged_at_a_length_that_an_interpreter_can_take(lengths):
     record = lengths["slow", "elsewhere"]
     assert record.mode == "interpret"

@@ -174,6 +174,7 @@ def test_wrong_kernel_fails_the_step_that_judges_it_in_its_interpreter(execute):
     assert re.search(r"^- heads-equal: wrong: output is off by ", ended.stdout, re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_wrong_kernel_fails_the_comparison_with_the_main_branch(execute):
     ended = execute("measure both")
     assert ended.code == 0, ended.stderr

@@ -78,6 +78,7 @@ def test_resuming_under_other_versions_or_backends_is_refused(killed, tmp_path, 
     assert "versions was" in refused("run", "--resume", "--out", run)
 
 
+@pytest.mark.thorough
 def test_signal_keeps_what_is_done_and_leaves_nothing_behind(tiny, new_run, tmp_path, attnsuite, monkeypatch):
     """One signal; :func:`test_each_signal_reaches_the_command_in_the_same_way` has the others."""
     temporary = tmp_path / "temporary"

@@ -243,6 +243,7 @@ def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
     assert ">isolates</text>" not in picture
 
 
+@pytest.mark.thorough
 def test_verdict_finds_what_another_number_of_threads_changes(kernels):
     found = judged(kernels, "threaded", "deterministic")
     assert found.facts.answer == "no"

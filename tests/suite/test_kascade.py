@@ -88,6 +88,7 @@ def test_row_is_dense_where_everything_is_selected(method):
     assert all(np.allclose(layer.mass, 1.0, atol=1e-5) for layer in kept)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", SELECTING)
 def test_row_is_not_dense_where_not_everything_is_selected(method):
     spec, _, outs, exact, kept = one_pass(method, 0.25)
@@ -140,6 +141,7 @@ def of_gate(gate, name):
     return quality.measure(GATE, name, gate, None)
 
 
+@pytest.mark.thorough
 def test_gate_finds_all_with_kascade_and_every_control_fails(gate):
     found = {name: of_gate(gate, name) for name in SELECTION.rows(GATE)}
     recall = {name: row.quality["recall"] for name, row in found.items()}
@@ -303,6 +305,7 @@ def test_judging_an_interpreted_kernel_sees_what_is_left_out(monkeypatch):
     assert not stack_program.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed
 
 
+@pytest.mark.thorough
 def test_each_row_is_trained_with_its_own_attention_before_it_is_measured(tmp_path):
     case = SelectionCase(kind="kascade_text", sequence=96, sequences=4, top_k=0.5, training_steps=2)
     dense.write_dense(case, reference := tmp_path / "reference.npz", None)

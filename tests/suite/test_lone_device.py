@@ -51,6 +51,7 @@ def runs(tmp_path_factory):
     return folders[0], *({(record.case, record.requested): record for record in records} for records in found)
 
 
+@pytest.mark.thorough
 def test_suite_passes_on_a_device_that_admits_one_process(runs):
     folder, records, _ = runs
     named = {row: records["passes", row] for row in ("standard", "chunked")}

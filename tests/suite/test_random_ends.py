@@ -20,6 +20,7 @@ TESTS = Path(__file__).parents[1]
 TRIALS = int(os.environ.get("ATTNSUITE_FAULT_TRIALS", "3"))  # tests/faults.py asks for 200
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_run_that_ends_at_a_random_moment_loses_no_cell_and_doubles_none(name, record_property):
     path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
@@ -32,6 +33,7 @@ def test_run_that_ends_at_a_random_moment_loses_no_cell_and_doubles_none(name, r
     assert not any(tally.values()), tally
 
 
+@pytest.mark.thorough
 def test_run_without_home_and_tmpdir_and_with_few_file_handles_is_whole(
     tiny, new_run, tmp_path, attnsuite, monkeypatch
 ):

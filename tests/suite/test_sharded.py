@@ -197,6 +197,7 @@ def broken():
     return json.loads(done.stdout.splitlines()[-1]) | {"warnings": done.stderr}
 
 
+@pytest.mark.thorough
 def test_what_goes_wrong_between_devices_is_seen(broken):
     assert broken["wrong positions"] == ["wrong", ["dk", "dq", "dv", "out"]]
     assert broken["a step left out"][0] == "wrong"

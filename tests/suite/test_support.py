@@ -48,6 +48,7 @@ def test_pages_of_backends_are_what_backends_and_published_records_say():
     assert PAGES["page"]("splash", {}) != PAGES["page"]("splash", published)
 
 
+@pytest.mark.thorough
 @with_every_cpu_kernel
 @pytest.mark.parametrize("verdict", ["deterministic", "isolates", "symmetric"])
 @pytest.mark.parametrize("name", ["standard", "chunked", "flash_cpu"])

@@ -140,6 +140,7 @@ def trained(out, *words):
     return losses(out)
 
 
+@pytest.mark.thorough
 def test_sparse_attention_trains_and_with_everything_selected_it_is_dense(tmp_path):
     dense = trained(tmp_path / "dense", "--backend", "chunked")
     everything = trained(tmp_path / "all", *SPARSE, f"top_k=1.0,{TILES}")

@@ -61,6 +61,7 @@ def mine(query, key, value, is_causal=False):
 """
 
 
+@pytest.mark.thorough
 def test_the_number_of_cores_changes_no_bit_with_the_option(tmp_path):
     """The function is in a file, because another process, with one core, computes it too."""
     (tmp_path / "mine.py").write_text(MINE)

@@ -29,6 +29,7 @@ class TestFlashCpu(Conformance):
     backend = "flash_cpu"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif("avx2" not in ISAS, reason="this processor has no AVX2")
 @pytest.mark.skipif(ISAS[:1] == ("avx2",), reason="TestFlashCpu has these kernels on this processor")
 class TestFlashCpuWithAvx2(Conformance):
@@ -90,6 +91,7 @@ def test_gradient_of_a_bias_that_nobody_asks_for_is_not_computed():
     assert size((0, 1, 2, 3)) - size((0, 1, 2)) >= 4 * math.prod(FORMS[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["flash_cpu", "chunked"])
 def test_every_random_problem_of_the_contract_is_supported(name):
     assert random_specs.unsupported(registry.get(name), 248, 0, Target.here()) == []

@@ -96,6 +96,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
 def test_step_with_a_fault_fails(monkeypatch, tmp_path, fault, name):
     verdict(problem(name))  # self-test first

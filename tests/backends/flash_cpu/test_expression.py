@@ -149,6 +149,7 @@ def test_functions_that_read_arrays_pass_the_judge():
     _of_tables()
 
 
+@pytest.mark.thorough
 def test_rows_of_a_table_taken_for_its_columns_fail(monkeypatch, tmp_path):
     set_apart(monkeypatch, tmp_path, "tables read by columns")
     look_up = expression._OPERATIONS["dynamic_slice"]

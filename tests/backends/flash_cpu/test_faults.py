@@ -104,6 +104,7 @@ def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path, asked_anew):
     assert any("self-test failed" in reason for reason in resolution.reasons)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [
@@ -195,6 +196,7 @@ def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     assert cache.read("key") is None
 
 
+@pytest.mark.thorough
 def test_damaged_files_change_no_result(tmp_path):
     script = PRELUDE + "print(digest(attend(q, k, v)))"
     first = run(script, XDG_CACHE_HOME=str(tmp_path))
@@ -207,6 +209,7 @@ def test_damaged_files_change_no_result(tmp_path):
     assert all(len(file.read_bytes()) != 100 for file in files)
 
 
+@pytest.mark.thorough
 def test_several_processes_with_one_empty_cache_agree(tmp_path):
     script = PRELUDE + "print(digest(attend(q, k, v)))"
     results = []

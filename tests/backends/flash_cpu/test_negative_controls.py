@@ -32,6 +32,8 @@ from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i32, i64, ptr, vector
 from emitted import set_apart
 
+pytestmark = pytest.mark.thorough
+
 
 def mask_edge(patch):
     """A causal query does not see the key at its own position."""

@@ -10,7 +10,8 @@ import pytest
 from attnsuite.backends import LayerStack, Layout, MeshAxes, Target, attention, plan, support
 from attnsuite.backends.kascade import KASCADE, Selection, manual, pallas_tpu
 from attnsuite.testing.checks import check_accuracy
-from sparse_problems import PROBLEMS, SETTINGS, cached, cotangent, packed, settings, solved, sparse
+from landing import swept
+from sparse_problems import FIRST, PROBLEMS, SETTINGS, cached, cotangent, packed, settings, solved, sparse
 
 OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
 NAMES = ("dq", "dk", "dv")
@@ -47,7 +48,7 @@ def reuse(problem, options, mode="native"):
 OTHERWISE_HELD = ("tiles", "more keys than queries", "ragged", "keys behind a cache", "decode keys")
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in OTHERWISE_HELD])
+@pytest.mark.parametrize("name", swept([name for name in PROBLEMS if name not in OTHERWISE_HELD], FIRST))
 def test_it_is_exact_for_the_pairs_that_were_kept(name):
     problem = PROBLEMS[name]()
     selection = problem.selection()
@@ -55,7 +56,7 @@ def test_it_is_exact_for_the_pairs_that_were_kept(name):
     check_accuracy(results, solved(problem))
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", swept(NATIVE, FIRST))
 def test_native_kernels_have_the_same_gradient(name):
     problem = NATIVE[name]()
     selection = problem.selection()
@@ -90,6 +91,7 @@ def first_tiles(selection):
     return Selection(jnp.where(tiles < selection.count[..., None], tiles, -1), selection.count)
 
 
+@pytest.mark.thorough
 @both
 @pytest.mark.parametrize("wrong", [other_heads, first_tiles])
 def test_the_gradient_of_another_selection_is_caught(wrong, kernel):

@@ -17,7 +17,8 @@ from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr
 from attnsuite.backends.kascade import KASCADE, Schedule, flash_cpu, manual, reference
 from attnsuite.backends.kascade.flash_cpu import FlashCpuKernels
 from emitted import set_apart
-from sparse_problems import PROBLEMS, cached, settings, sparse
+from landing import swept
+from sparse_problems import FIRST, PROBLEMS, cached, settings, sparse
 
 pytestmark = pytest.mark.flash_cpu
 
@@ -53,7 +54,7 @@ def _wide(x):
     return np.asarray(x, np.float32)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", swept(ALL, FIRST))
 def test_selects_and_attends_as_the_reference_does(name):
     problem = ALL[name]()
     out, selection = problem.layer(kernel="flash_cpu")
@@ -199,6 +200,7 @@ def _second_head_pooled_as_first(patch):
     patch.setattr(rows, "query_place", place)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "what"),
     [

@@ -20,7 +20,8 @@ from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_own
 from attnsuite.backends.kascade.settings import KascadeBlockSizes
 from attnsuite.backends.standard import STANDARD
-from sparse_problems import SETTINGS, Sparse, cached, inner_jaxprs, sparse
+from landing import swept
+from sparse_problems import FIRST, SETTINGS, Sparse, cached, inner_jaxprs, sparse
 
 KERNELS = {"tpu": TpuKernels, "triton": TritonKernels}
 ALL_KERNELS = [pytest.param(kernels, id=name) for name, kernels in KERNELS.items()]
@@ -154,7 +155,7 @@ every = pytest.mark.parametrize("kernels", ALL_KERNELS)
 
 
 @every
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, FIRST))
 def test_attention_to_listed_tiles(case, kernels):
     given = problem(case)
     judged = verdict(given, attend(kernels, given))
@@ -162,7 +163,7 @@ def test_attention_to_listed_tiles(case, kernels):
 
 
 @every
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, FIRST))
 def test_mass_of_every_tile(case, kernels):
     given = problem(case)
     assert mass_error(given, pooled_mass(kernels, given)) < MASS_BOUND
@@ -187,6 +188,7 @@ def _see_everything(_queries, place, slot, _ids):
     return jnp.ones(jnp.broadcast_shapes(place.shape, slot.shape), bool)
 
 
+@pytest.mark.thorough
 @both
 @pytest.mark.parametrize("case", ["plain", "decode"])
 def test_kernel_without_its_mask_fails(case, kernels, monkeypatch):

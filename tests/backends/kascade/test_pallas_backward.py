@@ -16,7 +16,8 @@ from attnsuite.backends.kascade.pallas_tpu import TpuKernels
 from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_own
 from attnsuite.testing.checks import check_accuracy
-from sparse_problems import PROBLEMS, cached, cotangent, settings, solved, sparse
+from landing import swept
+from sparse_problems import FIRST, PROBLEMS, cached, cotangent, settings, solved, sparse
 
 NAMES = ("dq", "dk", "dv")
 BLOCKS = {"block_q": 32, "block_kv_sparse": 64, "block_kv_compute": 32}
@@ -69,7 +70,7 @@ def judge(kernels, problem, wrong=lambda listed: listed, pass_back=backward):
 
 
 @every
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, FIRST))
 def test_it_is_exact_for_the_pairs_that_were_kept(case, kernels):
     judge(kernels, problem_of(case))
 
@@ -116,6 +117,7 @@ SPOILT = {
 
 
 # Both forms share what is spoilt here; that Triton's form reads masks and inverse lists is shown once more.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [*((name, TpuKernels) for name in SPOILT), ("no mask", TritonKernels), ("no inverse list", TritonKernels)],
@@ -128,6 +130,7 @@ def test_kernel_that_is_wrong_fails(name, kernels, monkeypatch):
     assert "output" not in str(caught.value)
 
 
+@pytest.mark.thorough
 @every
 @pytest.mark.parametrize(
     "wrong",

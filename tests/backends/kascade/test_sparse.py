@@ -40,8 +40,9 @@ from attnsuite.backends.kascade import (
 from attnsuite.backends.resolve import PRIORITY
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_quantity, check_support
+from landing import swept
 from script import run
-from sparse_problems import PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
+from sparse_problems import FIRST, PROBLEMS, cached, inner_jaxprs, packed, settings, sparse
 
 EVERYTHING = {
     "tiles": {"top_k": 1.0, "tile_size": 32, "query_tile": 64},
@@ -93,6 +94,7 @@ def test_with_everything_selected_it_is_dense(case):
         check_quantity("output", output, problem)
 
 
+@pytest.mark.thorough
 def test_with_a_unit_left_out_it_is_not_dense():
     """The control of the test above."""
     problem = problems.problem("causal")
@@ -119,7 +121,7 @@ def test_what_is_taken_is_compared_or_like_what_is():
     assert set(COMPARED) < set(taken)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", swept(PROBLEMS, FIRST))
 def test_selects_and_attends_as_the_reference_does(name):
     problem = PROBLEMS[name]()
     chooser = steps.select if problem.spec.query_length == 1 else xla.select
@@ -214,6 +216,7 @@ def test_a_packed_document_sees_only_itself():
     np.testing.assert_allclose(out[0, :48], first[0], atol=1e-5)
 
 
+@pytest.mark.thorough
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(st.data())
 def test_any_tiles_of_any_problem(data):

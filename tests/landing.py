@@ -1,0 +1,29 @@
+"""What a change is held to before it lands (``.ci/run``), of what ``.ci/run --all`` holds it to."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+# Cases of the conformance suite: every backend with the oldest JAX too.
+CORE = (
+    *("causal", "causal-bfloat16", "gqa-8", "window-asymmetric", "segments-causal", "padding-both-ends"),
+    *("ragged-causal", "combination", "decode-4"),
+)
+# Every backend with the newest JAX: each feature, most of them beside others. `standard`, which others are compared
+# with, is held to all cases.
+BREADTH = (
+    *CORE,
+    *("plain", "mqa", "scale", "head-dim-80", "value-dim-wider", "length-129", "more-queries-causal", "few-queries-17"),
+    *("decode-1", "chunk-of-prefill", "window-int-causal", "chunk-causal", "soft-cap", "segments-returning"),
+    *("padding-left", "padding-only", "ragged-beyond-all-keys", "positions-shuffled", "combination-ragged"),
+    *("mask-dead-rows", "mask-and-bias", "bias-broadcast", "bias-of-minus-infinity", "log-sum-exp-of-nothing"),
+    *("function-positions", "function-decode", "score-soft-cap", "alibi-soft-cap", "sinks-of-nothing", "pages"),
+    *("pages-ragged", "kv-int8-pages-hnd", "decode-hnd", "values-in-keys-bfloat16", "combination-float16"),
+    *("causal-1000-bfloat16", "big-logits-bfloat16"),
+)
+
+
+def swept(values: Iterable[Any], first: Collection[Any]) -> list:
+    """``values`` as parameters of a test; those that are not among the ``first`` are marked thorough."""
+    return [value if value in first else pytest.param(value, marks=pytest.mark.thorough) for value in values]
