@@ -159,6 +159,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_part_of_a_family_that_is_left_out_does_not_stay_within_the_tolerance(name, tmp_path):
     model = theirs(*FAMILIES[name][:2])

@@ -107,6 +107,7 @@ def test_a_layers_attention_is_that_of_transformers(reference, index):
     assert distance(found[0], expected) <= TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mistake",
     [

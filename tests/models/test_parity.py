@@ -170,6 +170,7 @@ BUGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_known_bug_does_not_stay_within_the_tolerance(bug, tmp_path_factory):
     directory = tmp_path_factory.getbasetemp() / "bugs"
