@@ -149,20 +149,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         for folder in item.path.relative_to(TESTS).parent.parts:
             item.add_marker(folder)
-        if issubclass(getattr(item, "cls", None) or object, Conformance):
+        of_a_suite = issubclass(getattr(item, "cls", None) or object, Conformance)
+        if of_a_suite:
             item.add_marker("conformance")
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
-        if _case_of(item) not in (None, *BREADTH) and getattr(item.cls, "backend", None) != "standard":
+        sweeps = of_a_suite and item.name == Conformance.test_any_shape.__name__
+        if (sweeps or _case_of(item) not in (None, *BREADTH)) and getattr(item.cls, "backend", None) != "standard":
             item.add_marker("thorough")
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
     if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":
         _leave_out(config, items)
     else:
-        chosen = [item for item in items if not (_ran_before(item) or _waits(item))]
-        config.hook.pytest_deselected(items=sorted(set(items) - set(chosen), key=items.index))
-        items[:] = chosen
+        left_out = {item: None for item in items if _ran_before(item) or _waits(item)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

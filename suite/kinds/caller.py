@@ -59,13 +59,13 @@ class CallerCase:
     ``eager`` is a call outside of ``jit``, ``jit`` a jitted one, ``vmap`` one mapped over the batch. ``layers`` is a
     jitted chain of L = ``layers`` calls with the same keys and values, each with the sum of its query and 1/L of its
     output as the next one's query: rounding does not grow along the chain, and each row has a share in the gradient.
-    ``nnx`` and ``linen`` are a decode step of flax's multi-head attention with its
-    own cache, donated from step to step; flax passes an array as the mask. ``query_length`` is the number of query
-    tokens (default: ``sequence``). ``operand`` is what comes beside the three arrays: ``is_causal=True``; a boolean
-    ``mask`` [1, 1, T, S] that says the same; a ``key_mask`` [B, 1, 1, S] of padding; a ``bias`` [1, N, T, S], whose own
-    gradient is asked for too if it is a ``learned_bias``; or ``lengths`` of the keys. A jitted decode step may read
-    pages of ``page_size`` slots, in any order, and numbers of ``kv_dtype`` with a scale per slot and head; ``library``
-    gathers and multiplies them out first. Raises InputError for a field that does not fit.
+    ``nnx`` and ``linen`` are a decode step of flax's multi-head attention with its own cache, donated from step to
+    step; flax passes an array as the mask. ``query_length`` is the number of query tokens (default: ``sequence``).
+    ``operand`` is what comes beside the three arrays: ``is_causal=True``; a boolean ``mask`` [1, 1, T, S] that says the
+    same; a ``key_mask`` [B, 1, 1, S] of padding; a ``bias`` [1, N, T, S], whose own gradient is asked for too if it is
+    a ``learned_bias``; or ``lengths`` of the keys. A jitted decode step may read pages of ``page_size`` slots, in any
+    order, and numbers of ``kv_dtype`` with a scale per slot and head; ``library`` gathers and multiplies them out
+    first. Raises InputError for a field that does not fit.
     """
 
     kind: Literal["caller"] = "caller"

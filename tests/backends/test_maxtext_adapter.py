@@ -330,6 +330,7 @@ class Block(nnx.Module):
         return inputs + self.attend(q, k, v, None, decoder_positions, model_mode), None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("base", DECODERS.values(), ids=DECODERS)
 def test_scan_of_the_decoder_hands_number_and_selection_on(base):
     """Values and gradients are those of the same layers in a list; the decoder's own scan is refused."""

@@ -92,11 +92,13 @@ def test_interpreted_kernel_is_judged_at_a_length_that_an_interpreter_can_take(l
     assert not lengths["slow", "standard"].notes
 
 
+@pytest.mark.thorough
 def test_nothing_long_is_interpreted(lengths):
     record = lengths["long", "elsewhere"]
     assert (record.status, record.mode, record.resolved) == ("unsupported", None, FALLBACK)
 
 
+@pytest.mark.thorough
 def test_case_that_cannot_be_judged_is_its_cells_record_and_the_run_goes_on(lengths):
     record = lengths["cut", "standard"]
     assert record.status == "crashed"

@@ -62,6 +62,7 @@ def test_suite_passes_on_a_device_that_admits_one_process(runs):
     assert len((folder / "lock.log").read_text().split()) == 2 + len(CASES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "status"), [("dies", "crashed"), ("hangs", "timeout")])
 def test_fault_costs_the_cells_of_its_case_and_the_next_case_has_a_new_process(runs, fault, status):
     first, *others = (record for (case, _), record in runs[1].items() if case == fault)
@@ -70,6 +71,7 @@ def test_fault_costs_the_cells_of_its_case_and_the_next_case_has_a_new_process(r
     assert all("shares with the other cells" in str(record.error) for record in others)
 
 
+@pytest.mark.thorough
 def test_cells_with_processes_of_their_own_would_not_pass(runs):
     """The control: without sharing, the second process finds the device in use."""
     assert any("already in use" in str(record.error) for record in runs[2].values())

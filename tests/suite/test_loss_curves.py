@@ -187,6 +187,7 @@ def test_a_backend_that_crashed_has_a_row_that_says_why(curves, tmp_path):
     assert "| lost | crashed | | | | RuntimeError: no memory |" in reports.render(tmp_path).read_text()
 
 
+@pytest.mark.thorough
 def test_mesh_of_a_case_is_made_in_a_process_beside_the_others():
     """On two devices the losses are those of one; a row that the mesh cannot divide says so."""
     case = TrainingCase(preset="debug", setting="native", steps=2, batch=1, length=32, mesh="heads=2")

@@ -73,7 +73,6 @@ def trained(tmp_path_factory):
     return out, json.loads(said.splitlines()[-1])
 
 
-@pytest.mark.thorough
 def test_eight_devices_train_like_one_step_for_step(trained):
     _, found = trained
     assert found["backend"] == "standard@data=4,heads=2"
