@@ -2,6 +2,7 @@
 
 ``pytest`` without a path, ``-m`` or ``-k`` runs what would break first for a user (:data:`FIRST`), on two processes and
 on the CPU, and ends with what it left out. ``pytest --all`` leaves nothing out; the environments of tox.ini name paths.
+``.ci/run`` leaves out what is marked thorough (``landing.py``), by ``ATTNSUITE_LANDING``; ``.ci/run --all`` does not.
 """
 
 from __future__ import annotations  # pytest 8.3 has not every type that is named here

@@ -1,6 +1,6 @@
 """NaN and infinity behind the lengths, in padding and in other documents reach no row that may not see them.
 
-``chunked`` and ``flash_cpu`` keep them out of earlier rows of a causal mask too; ``standard`` does not (docs).
+``chunked`` and ``flash_cpu`` keep them out of rows that a mask hides them from too; ``standard`` does not (docs).
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ PROBLEMS = {
         Layout(key_value_seq_lengths=jnp.asarray([150, 60])),
     ),
     "window": (dataclasses.replace(BASE, local_window_size=(31, 0)), Layout()),
+    "mask and soft cap": (
+        dataclasses.replace(BASE, is_causal=False, has_mask=True, logits_soft_cap=5.0),
+        Layout(mask=(jnp.arange(LENGTH) % 7 < 4)[None, None, None] & (jnp.arange(LENGTH) < 140)[None, None, :, None]),
+    ),
     "documents without gradients": (
         dataclasses.replace(BASE, has_segment_ids=True, needs_grad=False),
         Layout(query_segment_ids=IDS, key_value_segment_ids=IDS),
@@ -46,7 +50,8 @@ PROBLEMS = {
         Layout(query_positions=jnp.asarray([[149], [59]]), key_value_seq_lengths=jnp.asarray([150, 60])),
     ),
 }
-GIVEN_UP = ("causal", "window")  # by standard: a pass over the values for every call would be the price
+# By standard: a pass over the values for every call would be the price.
+GIVEN_UP = ("causal", "window", "mask and soft cap")
 PLACES = (0, 75, 100, 149, 160, 180)
 
 
@@ -79,6 +84,7 @@ def seen_by(problem, place):
     """Rows ``[b, t, n]`` that may see the key at ``place`` of KV head 1, by the oracle."""
     spec, layout = PROBLEMS[problem]
     alone = jnp.zeros((spec.batch, 1, 1, spec.key_value_length), bool).at[..., place].set(True)
+    alone = alone if layout.mask is None else alone & layout.mask
     rows = ~oracle.unseen_rows(dataclasses.replace(spec, has_mask=True), dataclasses.replace(layout, mask=alone))
     rows[:, :, :2] = False  # the heads of KV head 0
     return rows
