@@ -128,7 +128,9 @@ PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="a source distribution has no published pages")
-@pytest.mark.parametrize("name", ["cpu-amd-epyc", "cpu-amd-epyc-caller"])
+@pytest.mark.parametrize(
+    "name", ["cpu-amd-epyc", "cpu-amd-epyc-caller", pytest.param("cpu-amd-epyc-speed", marks=pytest.mark.thorough)]
+)
 def test_the_answer_fits_a_terminal_of_80_columns(name):
     run = load(PUBLISHED / name)
     header, *lines = answer_lines(run)
