@@ -45,10 +45,12 @@ SHIPPED = Path(__file__).with_name("choices.json")
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e100)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Value = bool | int | float | str | tuple[int, ...] | None
-_ABSENT = dataclasses.MISSING
+_MISSING = dataclasses.MISSING
 _FREE = frozenset({"batch", "query_length", "key_value_length", "num_heads", "num_kv_heads", "scale"})
 # What every problem has comes first.
-_FIELDS = {f.name: f.default for f in sorted(dataclasses.fields(AttentionSpec), key=lambda f: f.default is not _ABSENT)}
+_FIELDS = {
+    f.name: f.default for f in sorted(dataclasses.fields(AttentionSpec), key=lambda f: f.default is not _MISSING)
+}
 _SHORT_DTYPES = ("bfloat16", "float16")
 _AGAIN = "make it again on this machine with attnsuite choose or attnsuite tune"
 _MAKE = "make it with attnsuite choose (backends) or attnsuite tune (options)"
@@ -186,8 +188,8 @@ def merged(sources: Iterable[Source]) -> tuple[Source, ...]:
     sources = tuple(sources)
     latest = {key(source, choice): choice for source in sources for choice in source.choices}
     left = {id(choice) for choice in latest.values()}
-    kept = (structs.replace(each, choices=tuple(c for c in each.choices if id(c) in left)) for each in sources)
-    return tuple(source for source in kept if source.choices)
+    deduplicated = (structs.replace(each, choices=tuple(c for c in each.choices if id(c) in left)) for each in sources)
+    return tuple(source for source in deduplicated if source.choices)
 
 
 def to_json(sources: Sequence[Source]) -> str:
@@ -266,7 +268,7 @@ def decide(policy: Policy, spec: AttentionSpec) -> Decision:
 
 
 def with_tuned(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     backend: str,
     accepted: Mapping[str, str],
     target: Target,
@@ -278,7 +280,7 @@ def with_tuned(
     ``accepted`` are the backend's options. Raises ValueError if the file holds no policy, no options for such a problem
     on this device, or one that is not accepted.
     """
-    options = dict(given)
+    options = dict(options)
     if (named := options.pop("tuned", None)) is None:
         return options, ()
     policy = named if isinstance(named, Policy) else load_policy(named)
@@ -318,8 +320,8 @@ def _tuned(
         )
 
     matching = [each for each in policy.entries if each.choice.options is not None and alike(each)]
-    own = [each for each in matching if each.source.device.partition(":")[2] == target.kind]
-    matching = own if own or target.platform != "cpu" else matching
+    same_device = [each for each in matching if each.source.device.partition(":")[2] == target.kind]
+    matching = same_device if same_device or target.platform != "cpu" else matching
     wide = [each for each in matching if _width(each.spec) >= _width(spec)]
     if wide or target.platform != "cpu":
         matching = [each for each in wide if _width(each.spec) == min(_width(other.spec) for other in wide)]
@@ -375,20 +377,20 @@ def _entries(sources: Iterable[Source]) -> Iterator[tuple[Source, Choice, Attent
 def _spec(problem: Mapping[str, Any]) -> AttentionSpec:
     if unknown := sorted(set(problem) - set(_FIELDS)):
         raise ValueError(f"the problem has no field {quoted(unknown[0])}; its fields are {', '.join(_FIELDS)}")
-    if missing := [name for name, default in _FIELDS.items() if default is _ABSENT and name not in problem]:
+    if missing := [name for name, default in _FIELDS.items() if default is _MISSING and name not in problem]:
         raise ValueError(f"the problem lacks the field {missing[0]}")
-    words = problem.get("mask_function")
-    return AttentionSpec(**{**problem, "mask_function": None if words is None else masks.parse(str(words))})
+    description = problem.get("mask_function")
+    return AttentionSpec(**{**problem, "mask_function": None if description is None else masks.parse(str(description))})
 
 
 def _traits(spec: AttentionSpec) -> Mapping[str, Any]:
     """What a measured and a present problem have in common, by the name that a sentence gives it."""
-    kept = {name: getattr(spec, name) for name in _FIELDS if name not in _FREE}
-    kept["query heads per KV head"] = spec.group_size
-    kept["scale"] = "its own" if "scale" in spec.features() else None
+    traits = {name: getattr(spec, name) for name in _FIELDS if name not in _FREE}
+    traits["query heads per KV head"] = spec.group_size
+    traits["scale"] = "its own" if "scale" in spec.features() else None
     square = spec.query_length == spec.key_value_length
-    kept["query_length"] = "as many as keys" if square else spec.query_length
-    return kept
+    traits["query_length"] = "as many as keys" if square else spec.query_length
+    return traits
 
 
 def _unlike(policy: Policy, traits: Mapping[str, Any]) -> str:

@@ -86,21 +86,21 @@ class Chunked:
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
-        given = check_options(self.name, options, OPTIONS)
+        checked = check_options(self.name, options, OPTIONS)
         cached, step = kv_cache.is_cache(spec), decode.takes(spec, target)
         if spec.kv_layout == "HND" and (cached or not step):
             return turned(spec, lambda spec: self.plan(spec, layout, target=target, mode=mode, options=options))
         if cached:
             return kv_cache.unrounded(
-                spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, given))
+                spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, checked))
             )
         if step:
             made, differentiated = functools.partial(decode.plan, spec), decode.differentiated
             return _plainly(differentiated(spec, layout, made, target) if spec.needs_grad else made(layout))
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
-        if spec.query_length <= decode.SHORT_QUERY or (small and not given.keys() - {"tuned"}):
+        if spec.query_length <= decode.SHORT_QUERY or (small and not checked.keys() - {"tuned"}):
             return _plainly(standard.STANDARD.plan(spec, layout, target=target))
-        program = self._program(spec, layout, target, given)
+        program = self._program(spec, layout, target, checked)
         differentiable, traced = _differentiable(program, _tables(program, layout))
 
         def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
@@ -135,7 +135,7 @@ class Chunked:
             seen, cotangents = (out, top, rest), (d_out, None)
             operands = query, key, value
             d_query, d_key, d_value, _ = passes.backward(
-                program, operands, seen, cotangents, NO_TERMS, *backward_tables, asked=()
+                program, operands, seen, cotangents, NO_TERMS, *backward_tables, requested=()
             )
             return d_query, d_key, cast("Array", d_value)  # None only with values in keys, which have no parts
 
@@ -155,14 +155,14 @@ class Chunked:
 
         return Plan.stateless(attend, key_blocks=program.sizes.keys)
 
-    def _program(self, spec: AttentionSpec, layout: Layout, target: Target, given: dict[str, Any]) -> Program:
+    def _program(self, spec: AttentionSpec, layout: Layout, target: Target, options: dict[str, Any]) -> Program:
         """Sizes by rule, replaced by the shipped policy, then by the file of ``tuned``, then by the other options."""
-        named, _ = choices.with_tuned(given, self.name, OPTIONS, target, spec)
+        named, _ = choices.with_tuned(options, self.name, OPTIONS, target, spec)
         sizes = default_sizes(spec, target, choices.load_policy(choices.SHIPPED))
         sizes = _fit(dataclasses.replace(sizes, **_checked(named)), spec, layout)
         return Program(spec, sizes, target.platform == "cpu", *_scales(spec))
 
-    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def defaults(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
         rule = _rule(spec, target)
         if spec.needs_grad:
@@ -170,7 +170,7 @@ class Chunked:
         return {"block_q": rule.block_q, "block_kv": rule.block_kv, "heads_per_tile": rule.heads_per_tile}
 
     def candidates(
-        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], ...]:
         """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         if spec.needs_grad:
@@ -267,13 +267,13 @@ def _tables(program: Program, layout: Layout) -> _Tables:
         return _sorted(program, layout)
     host = dataclasses.replace(layout, **{name: np.asarray(x) for name, x in arrays.items()})
 
-    def given(path: Any, x: Any) -> Any:
+    def restored(path: Any, x: Any) -> Any:
         if x is host.mask and x is not None:
             return layout.mask  # not a copy of it
         source = {"lengths": "key_value_seq_lengths"}.get(path[-1].name, path[-1].name)
         return x if source in _SORTED_BY and source not in arrays else jnp.asarray(x)
 
-    return jax.tree.map_with_path(given, _sorted(program, host))
+    return jax.tree.map_with_path(restored, _sorted(program, host))
 
 
 # What the visible blocks follow from.
@@ -333,8 +333,8 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         query, key, value, learned, traced = jax.tree.map(lambda x: x.value, primals)
         if of(traced)[1] is None:  # asked at trace time
             raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
-        # The names of the terms whose gradient is asked are keys of a tree, so that they are static.
-        asked = {name: None for name, x in primals[3].items() if x.perturbed}
+        # The names of the terms whose gradient is requested are keys of a tree, so that they are static.
+        requested = {name: None for name, x in primals[3].items() if x.perturbed}
         unrounded = dataclasses.replace(program, float32_results=True)
         exact, top, rest = chunked_shares.forward(unrounded, query, (key, value), Terms(**learned), of(traced)[0])
         out = chunked_tiles.narrowed(exact, program)
@@ -342,19 +342,19 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         # rounding would be as large as the gradient of a key that has nearly all of its row.
         lost = None if program.spec.dtype == "float32" else exact - out.astype(jnp.float32)
         lost = lost if lost is None or chunked_tiles.is_precise(program) else lost.astype(jnp.bfloat16)
-        return _result(program, out, top, rest), ((query, key, value), learned, asked, traced, out, lost, top, rest)
+        return _result(program, out, top, rest), ((query, key, value), learned, requested, traced, out, lost, top, rest)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        operands, learned, asked, traced, out, lost, top, rest = residuals
+        operands, learned, requested, traced, out, lost, top, rest = residuals
         tables = of(traced)[1]  # forward has refused a plan without
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
         d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out
         d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
         if lost is not None:
             out = out.astype(jnp.float32) + lost.astype(jnp.float32)
-        seen, given = (out, top, rest), Terms(**learned)
-        *gradients, d_terms = chunked_shares.backward(program, operands, seen, (d_out, d_lse), given, tables, asked)
-        if "sinks" in asked:
+        seen, terms = (out, top, rest), Terms(**learned)
+        *gradients, d_terms = chunked_shares.backward(program, operands, seen, (d_out, d_lse), terms, tables, requested)
+        if "sinks" in requested:
             d_terms = dataclasses.replace(d_terms, sinks=sinks.gradient(learned["sinks"], seen, d_out, d_lse))
         return *gradients, {name: getattr(d_terms, name) for name in learned}, None
 

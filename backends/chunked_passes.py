@@ -113,8 +113,8 @@ def _logits(
     if turned:
         indices = tuple(x.transpose(0, 3, 1, 2) for x in indices)
     apart = scores.reshape(jnp.broadcast_shapes(*(x.shape for x in indices)))
-    made, own = (x.reshape(scores.shape) for x in derived(spec.score_function, apart, *indices))
-    return made, own if slope is None else slope * own
+    scored, derivative = (x.reshape(scores.shape) for x in derived(spec.score_function, apart, *indices))
+    return scored, derivative if slope is None else slope * derivative
 
 
 def _reader(x: Array | Reader, program: Program) -> Reader:
@@ -178,12 +178,12 @@ def _block(
         logits = logits + bias.astype(jnp.float32).transpose(order)
 
     def seen() -> Array:
-        shown = blocks.visible(spec, layout, at)[None, None]
+        visible = blocks.visible(spec, layout, at)[None, None]
         if layout.mask is not None:
-            shown = shown & chunked_arrays.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
+            visible = visible & chunked_arrays.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
         if bias is not None:  # -inf hides a key as a mask does
-            shown = shown & ~jnp.isneginf(bias)
-        return jnp.asarray(shown).transpose(order)
+            visible = visible & ~jnp.isneginf(bias)
+        return jnp.asarray(visible).transpose(order)
 
     return _Block(logits, slope, apart, seen)
 
@@ -296,7 +296,7 @@ def _tile_rows(
     )
 
 
-def _shown(x: Array, mask: Array | None) -> Array:
+def _where_visible(x: Array, mask: Array | None) -> Array:
     """``x`` where the pair is visible, else zero, also for a product of a hidden NaN; None: all of it."""
     if mask is None:
         return x
@@ -309,12 +309,13 @@ def _d_scores(rows: _Rows, at: Array, scores: Array, products: Array, mask: Arra
     top, rest, delta = (x[at][:, None] for x in (rows.tops, rows.rests, rows.deltas))
     probs = jnp.exp((scores - top) - rest)
     heavy = probs > 0.5
-    probs = _shown(jnp.where(heavy, jnp.exp(-rest), probs), mask)  # the largest key has its probability from the sum
+    # The largest key has its probability from the sum.
+    probs = _where_visible(jnp.where(heavy, jnp.exp(-rest), probs), mask)
     # The gradient of a key that has the whole row is zero: its two terms cancel but for their rounding.
     d_scores = jnp.where(heavy & (rest < _ALONE), 0.0, probs * (products - delta))
     if rows.d_lses is not None:
         d_scores = d_scores + probs * rows.d_lses[at][:, None]
-    return probs, _shown(d_scores, mask)
+    return probs, _where_visible(d_scores, mask)
 
 
 def backward(
@@ -325,11 +326,11 @@ def backward(
     terms: Terms,
     layout: PaddedLayout,
     tables: tuple[BlockTable, ...],
-    asked: Collection[str],
+    requested: Collection[str],
 ) -> tuple[Array, Array, Array | None, Terms]:
     """Gradients of query, key and value, in their dtype (float32 with ``program.float32_results``).
 
-    Those of ``alibi`` and ``bias`` too, where ``asked`` names them: a bias's is as large as all scores.
+    Those of ``alibi`` and ``bias`` too, where ``requested`` names them: a bias's is as large as all scores.
 
     ``operands`` are query, key and value, ``seen`` is the result of :func:`forward`, ``cotangents`` those of the output
     and of the log-sum-exp [B, T, N], whose derivative by a score is the probability. Where the value is None, so is its
@@ -350,8 +351,8 @@ def backward(
 
     def one_column(carry: Any, x: tuple[Array, ...]) -> tuple[Any, tuple[list[Array], Any]]:
         d_queries, d_biases = carry
-        tile, column, k, k_transposed, *given = *x[:2], *(tiles.unpack(part, program) for part in x[2:])
-        v = given[0] if given else k[..., : spec.value_head_dim]
+        tile, column, k, k_transposed, *stored_values = *x[:2], *(tiles.unpack(part, program) for part in x[2:])
+        v = stored_values[0] if stored_values else k[..., : spec.value_head_dim]
         batch = _entry(program, layout, tile)
         bad = chunked_arrays.not_finite(k, v)
         clean = *(jnp.where(bad[..., None], 0, x) for x in (k, v)), jnp.where(bad[:, None], 0, k_transposed)
@@ -375,7 +376,7 @@ def backward(
                 by_pair = d_scores.reshape(apart).transpose(0, 2, 3, 1)
                 d_biases = chunked_arrays.added(d_biases, by_pair, spec, corner)
             if part.slope is not None:
-                d_scores = d_scores * _shown(part.slope, mask)
+                d_scores = d_scores * _where_visible(part.slope, mask)
             probs, d_scores = tiles.narrowed(probs, program), tiles.narrowed(d_scores * program.scale_scores, program)
             d_v = d_v + _dot("hkq,hqd->hkd", probs, d_o)
             d_k = d_k + _dot("hkq,hqd->hkd", d_scores, q)
@@ -384,16 +385,16 @@ def backward(
 
         start = (
             *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
-            jnp.zeros((heads, group), jnp.float32) if "alibi" in asked else None,
+            jnp.zeros((heads, group), jnp.float32) if "alibi" in requested else None,
         )
         start = *varying(start, query), d_queries, d_biases
         d_k, d_v, d_tilted, *carry = _visit(tables, batch, column, step, start)
-        found = (d_k, d_v) if given else (d_k.at[..., : spec.value_head_dim].add(d_v),)
+        found = (d_k, d_v) if stored_values else (d_k.at[..., : spec.value_head_dim].add(d_v),)
         return tuple(carry), ([tiles.result(x, program) for x in found], d_tilted)
 
     nothing = (
         jnp.zeros((count * q_blocks, heads, spec.head_dim, group * block), jnp.float32),
-        None if learned.biases is None or "bias" not in asked else jnp.zeros(learned.biases.shape, jnp.float32),
+        None if learned.biases is None or "bias" not in requested else jnp.zeros(learned.biases.shape, jnp.float32),
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
     (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)

@@ -39,10 +39,10 @@ def forward(
     program: Program, query: Array, keys_values: tuple[Array, Array | None], terms: Terms, tables: _Tables
 ) -> tuple[Array, Array, Array]:
     """As :func:`attnsuite.backends.chunked_passes.forward`, of a contiguous cache."""
-    arrays = {"query": query, "key": keys_values[0], "value": keys_values[1], **_given(terms)}
+    arrays = {"query": query, "key": keys_values[0], "value": keys_values[1], **_learned(terms)}
 
     def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, Array, Array]:
-        learned = Terms(**{name: x[name] for name in _given(terms)})
+        learned = Terms(**{name: x[name] for name in _learned(terms)})
         return passes.forward(program, x["query"], (x["key"], x.get("value")), learned, *tables)
 
     return _by_shares(program, compute, arrays, tables, ("btnv", "btn", "btn"))
@@ -55,18 +55,18 @@ def backward(
     cotangents: tuple[Array, Array | None],
     terms: Terms,
     tables: _Tables,
-    asked: Collection[str],
+    requested: Collection[str],
 ) -> tuple[Array, Array, Array | None, Terms]:
     """As :func:`attnsuite.backends.chunked_passes.backward`."""
-    if not {"bias", "alibi"}.isdisjoint(asked):  # all sequences add to one gradient
-        return passes.backward(program, operands, seen, cotangents, terms, *tables, asked)
+    if not {"bias", "alibi"}.isdisjoint(requested):  # all sequences add to one gradient
+        return passes.backward(program, operands, seen, cotangents, terms, *tables, requested)
     names = ("query", "key", "value", "out", "top", "rest", "d_out", "d_lse")
-    arrays = {**dict(zip(names, (*operands, *seen, *cotangents), strict=True)), **_given(terms)}
+    arrays = {**dict(zip(names, (*operands, *seen, *cotangents), strict=True)), **_learned(terms)}
 
     def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, ...]:
-        own: list[Any] = [x.get(name) for name in names]
-        query, key, value, out, top, rest, d_out, d_lse = own
-        known = Terms(**{name: x[name] for name in _given(terms)})
+        shares: list[Any] = [x.get(name) for name in names]
+        query, key, value, out, top, rest, d_out, d_lse = shares
+        known = Terms(**{name: x[name] for name in _learned(terms)})
         found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), known, *tables, ())
         return tuple(x for x in found[:3] if x is not None)
 
@@ -75,7 +75,7 @@ def backward(
     return d_query, d_key, (*d_value, None)[0], Terms()
 
 
-def _given(terms: Terms) -> dict[str, Any]:
+def _learned(terms: Terms) -> dict[str, Any]:
     return {name: getattr(terms, name) for name in terms.given()}
 
 
@@ -87,22 +87,24 @@ def _by_shares(
     results: Sequence[str],
 ) -> Any:
     arrays, spec = {name: x for name, x in arrays.items() if x is not None}, program.spec
-    places, tree = jax.tree_util.tree_flatten_with_path(tables)
-    absent = [path[-1].name in ("partial", "full") and passes.never(x) for path, x in places]
+    flat, tree = jax.tree_util.tree_flatten_with_path(tables)
+    empty = [path[-1].name in ("partial", "full") and passes.never(x) for path, x in flat]
 
-    def of_share(own: AttentionSpec, *given: Any) -> tuple[Array, ...]:
-        heads = math.gcd(program.sizes.heads_per_tile, own.num_kv_heads)
-        sizes = program.sizes if own == spec else dataclasses.replace(program.sizes, heads_per_tile=heads)
-        leaves = [np.zeros(x.shape, np.int32) if no else x for x, no in zip(given[len(arrays) :], absent, strict=True)]
-        share = dataclasses.replace(program, spec=own, sizes=sizes)
-        return compute(share, dict(zip(arrays, given, strict=False)), tree.unflatten(leaves))
+    def of_share(share_spec: AttentionSpec, *operands: Any) -> tuple[Array, ...]:
+        heads = math.gcd(program.sizes.heads_per_tile, share_spec.num_kv_heads)
+        sizes = program.sizes if share_spec == spec else dataclasses.replace(program.sizes, heads_per_tile=heads)
+        leaves = [
+            np.zeros(x.shape, np.int32) if no else x for x, no in zip(operands[len(arrays) :], empty, strict=True)
+        ]
+        share = dataclasses.replace(program, spec=share_spec, sizes=sizes)
+        return compute(share, dict(zip(arrays, operands, strict=False)), tree.unflatten(leaves))
 
-    given = *arrays.values(), *(x for _, x in places)
+    operands = *arrays.values(), *(x for _, x in flat)
     functions = spec.mask_function, spec.score_function  # they may hold arrays, which a share's program cannot
     if functions != (None, None) or not program.on_cpu:
-        return of_share(spec, *given)
-    dims = [*(_LETTERS[name] for name in arrays), *(_of_table(path[-1].name, x) for path, x in places)]
-    return by_shares(of_share, spec, given, dims, results)
+        return of_share(spec, *operands)
+    dims = [*(_LETTERS[name] for name in arrays), *(_of_table(path[-1].name, x) for path, x in flat)]
+    return by_shares(of_share, spec, operands, dims, results)
 
 
 def _of_table(name: str, x: Any) -> str:

@@ -126,9 +126,9 @@ class Plan:
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
         query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms))
-        given = (terms,) if check_terms(self.spec, terms) else ()
+        present = (terms,) if check_terms(self.spec, terms) else ()
         with forward_mode_explained():
-            return self.attend(query, key, value, layer, carry, *given)
+            return self.attend(query, key, value, layer, carry, *present)
 
 
 _NO_LAYER = (
@@ -186,8 +186,8 @@ class BackendWithRoles(Backend, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
-    """What a backend keeps of the attention of some layers of a model, as shares of the causal pairs.
+class SelectedShare:
+    """What an approximate backend attends to in some layers of a model, as shares of the causal pairs.
 
     ``pairs`` is the mean over the layers. ``figures`` are figures of a record, ``kept_pairs`` among them. ``lines`` say
     the same as sentences.
@@ -202,8 +202,10 @@ class Kept:
 class SelectsKeys(Backend, Protocol):
     """An approximate backend that says which part of a model's attention it computes."""
 
-    def keeps(self, spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int) -> Kept:
-        """What ``layers`` of a model of ``num_layers`` keep under ``options``. Raises ValueError."""
+    def selected_share(
+        self, spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int
+    ) -> SelectedShare:
+        """What ``layers`` of a model of ``num_layers`` attend to under ``options``. Raises ValueError."""
         ...
 
 

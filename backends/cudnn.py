@@ -145,8 +145,8 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
             f"{INSTEAD}."
         )
     if window is not None and window[1] > 0 and not spec.is_causal:
-        given = f"local_window_size={window} without is_causal"
-        yield refusal("cudnn", given, "", "is_causal=True, or a right side of 0")
+        requested = f"local_window_size={window} without is_causal"
+        yield refusal("cudnn", requested, "", "is_causal=True, or a right side of 0")
     if window is not None and spec.has_seq_lengths:
         yield (
             f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
@@ -154,8 +154,8 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
         )
     odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2]
     if odd and spec.needs_grad and (spec.has_mask or spec.has_bias):
-        given = f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient"
-        yield refusal("cudnn", given, "", "even lengths", f"pad, or {INSTEAD}")
+        requested = f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient"
+        yield refusal("cudnn", requested, "", "even lengths", f"pad, or {INSTEAD}")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

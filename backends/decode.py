@@ -84,19 +84,19 @@ def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout],
     leaves, tree = jax.tree.flatten(layout)
 
     def kernel(
-        given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
+        leaves: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
     ) -> Any:
-        return step(tree.unflatten(given)).attend(query, key, value, None, (), Terms(**learned))[0]
+        return step(tree.unflatten(leaves)).attend(query, key, value, None, (), Terms(**learned))[0]
 
     def plain(
-        given: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
+        leaves: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
     ) -> Any:
-        made = turned(spec, lambda spec: standard.STANDARD.plan(spec, tree.unflatten(given), target=target))
+        made = turned(spec, lambda spec: standard.STANDARD.plan(spec, tree.unflatten(leaves), target=target))
         return made.attend(query, key, value, None, (), Terms(**learned))[0]
 
     run = jax.custom_vjp(kernel)
     run.defvjp(
-        lambda given, *operands: jax.vjp(functools.partial(plain, given), *operands),
+        lambda leaves, *operands: jax.vjp(functools.partial(plain, leaves), *operands),
         lambda pull, cotangents: (None, *pull(cotangents)),
     )
 
@@ -125,15 +125,17 @@ def _scores_of_few(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"])
 @_scores_of_few.def_vmap
 def _(size: int, mapped: Sequence[bool], query: Array, key: Array) -> tuple[Array, bool]:
     """A larger batch. Mapped as it stands, the conditional would run both of its branches."""
-    given = (x if one else jnp.broadcast_to(x, (size, *x.shape)) for x, one in zip((query, key), mapped, strict=True))
-    found = _scores_of_few(*(x.reshape(-1, *x.shape[2:]) for x in given))
+    broadcast = (
+        x if one else jnp.broadcast_to(x, (size, *x.shape)) for x, one in zip((query, key), mapped, strict=True)
+    )
+    found = _scores_of_few(*(x.reshape(-1, *x.shape[2:]) for x in broadcast))
     return found.reshape(size, -1, *found.shape[1:]), True
 
 
 def _scores_together(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:
     (b, k, r, h), slots = query.shape, key.shape[1]
-    own = jnp.eye(k, dtype=bool)[None, :, None, :, None]
-    rows = jnp.where(own, query[:, :, :, None], 0).reshape(b, k * r, k * h)
+    same_head = jnp.eye(k, dtype=bool)[None, :, None, :, None]
+    rows = jnp.where(same_head, query[:, :, :, None], 0).reshape(b, k * r, k * h)
     every = _as_it_lies(key).reshape(b, slots, k * h)
     found = jnp.einsum("bsx,byx->bsy", every, rows, preferred_element_type=jnp.float32)
     return lax.optimization_barrier(found).swapaxes(1, 2).reshape(b, k, r, slots)
@@ -145,8 +147,8 @@ def _scores_of_finite(query: Float[Array, "b k r h"], key: Float[Array, "b s k h
     There such a key, times the zeros of the other heads' rows, would be NaN for these too.
     """
     finite = jnp.isfinite(key)
-    own = jnp.moveaxis(finite.all(-1), 1, 2)[:, :, None]
-    return jnp.where(own, _scores_together(query, jnp.where(finite, key, 0)), jnp.nan)
+    finite_keys = jnp.moveaxis(finite.all(-1), 1, 2)[:, :, None]
+    return jnp.where(finite_keys, _scores_together(query, jnp.where(finite, key, 0)), jnp.nan)
 
 
 def _scores_turned(query: Float[Array, "b k r h"], key: Float[Array, "b s k h"]) -> Float[Array, "b k r s"]:

@@ -46,13 +46,13 @@ def shares(
         return backend
     batch, length, heads, head_dim = found[0]
     if length or head_dim or any(each != found[0] for each in found):
-        words = [
+        descriptions = [
             f"{name} {dict(zip(_DIMENSIONS, each, strict=True))}"
             for name, each in zip(("query", "key", "value"), found, strict=False)
         ]
         raise ValueError(
             f"{backend.name} runs on each device's share where batch or heads of query, key and value are sharded over "
-            f"the same axes of an explicit mesh; given are {'; '.join(words)}. Use jax.sharding.reshard, "
+            f"the same axes of an explicit mesh; given are {'; '.join(descriptions)}. Use jax.sharding.reshard, "
             f"Sharded(backend, mesh, MeshAxes(context=...)) for a sharded length, or backend='standard'."
         )
     sharded = Sharded(backend, mesh, MeshAxes(data=batch, heads=heads))

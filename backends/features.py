@@ -1,7 +1,7 @@
 """The features of attention problems: those a spec asks for, those a backend takes, and the refusal of the rest.
 
-Support is an allow-list. A spec names the features that it asks for (:func:`asked`), and a backend declares those that
-it takes (:class:`Takes`). ``support.py`` writes one sentence for each of the others: the value given, the values
+Support is an allow-list. A spec names the features that it asks for (:func:`requested`), and a backend declares those
+that it takes (:class:`Takes`). ``support.py`` writes one sentence for each of the others: the value given, the values
 accepted, and what to use instead. Backends reject new features until they declare them. A spec is untyped here, because
 its own module is above this one.
 """
@@ -61,22 +61,22 @@ ALL_FEATURES: frozenset[Feature] = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class FeatureRequest:
     """How a spec asks for a feature.
 
     ``fields`` are the fields of :class:`~attnsuite.backends.contract.AttentionSpec` that ask for the feature. ``of``
-    says whether a spec asks for it, ``given`` words its value, and ``accepted`` what a backend without the feature
+    says whether a spec asks for it, ``describe`` writes its value, and ``accepted`` what a backend without the feature
     accepts.
     """
 
     fields: tuple[str, ...]
     of: Callable[[Any], bool]
-    given: Callable[[Any], str]
+    describe: Callable[[Any], str]
     accepted: str
 
 
-def _is_set(field: str) -> Asked:
-    return Asked(
+def _is_set(field: str) -> FeatureRequest:
+    return FeatureRequest(
         (field,),
         lambda spec: getattr(spec, field) is not None,
         lambda spec: f"{field}={getattr(spec, field)}",
@@ -84,19 +84,19 @@ def _is_set(field: str) -> Asked:
     )
 
 
-def _flag(field: str, words: str, accepted: str) -> Asked:
-    return Asked((field,), lambda spec: getattr(spec, field), lambda _: words, accepted)
+def _flag(field: str, description: str, accepted: str) -> FeatureRequest:
+    return FeatureRequest((field,), lambda spec: getattr(spec, field), lambda _: description, accepted)
 
 
-ASKED: Mapping[Feature, Asked] = {
+REQUESTS: Mapping[Feature, FeatureRequest] = {
     "causal": _flag("is_causal", "is_causal=True", "is_causal=False only"),
-    "bidirectional": Asked(
+    "bidirectional": FeatureRequest(
         ("is_causal",), lambda spec: not spec.is_causal, lambda _: "is_causal=False", "is_causal=True only"
     ),
     "window": _is_set("local_window_size"),
     "chunk": _is_set("chunk_size"),
     "soft_cap": _is_set("logits_soft_cap"),
-    "scale": Asked(
+    "scale": FeatureRequest(
         ("scale",),
         lambda spec: spec.scale not in (None, spec.head_dim**-0.5),
         lambda spec: f"scale={spec.scale}",
@@ -106,21 +106,21 @@ ASKED: Mapping[Feature, Asked] = {
     "positions": _flag("has_positions", "an array of explicit positions", "none, or arange"),
     "lengths": _flag("has_seq_lengths", "an array of key_value_seq_lengths", "none"),
     "mask": _flag("has_mask", "an explicit mask array", "none; is_causal, windows, chunks, segments, lengths say most"),
-    **{operand.name: _flag(f"has_{operand.name}", operand.words, "none") for operand in OPERANDS},
+    **{operand.name: _flag(f"has_{operand.name}", operand.description, "none") for operand in OPERANDS},
     "gradient": _flag("needs_grad", "needs_grad=True", "needs_grad=False only"),
-    "grouped_queries": Asked(
+    "grouped_queries": FeatureRequest(
         ("num_heads", "num_kv_heads"),
         lambda spec: spec.num_heads != spec.num_kv_heads,
         lambda spec: f"num_heads={spec.num_heads} with num_kv_heads={spec.num_kv_heads}",
         "as many of one as of the other",
     ),
-    "cross_length": Asked(
+    "cross_length": FeatureRequest(
         ("query_length", "key_value_length"),
         lambda spec: spec.query_length != spec.key_value_length,
         lambda spec: f"query_length={spec.query_length} with key_value_length={spec.key_value_length}",
         "equal lengths",
     ),
-    "value_head_dim": Asked(
+    "value_head_dim": FeatureRequest(
         ("value_head_dim", "head_dim"),
         lambda spec: spec.value_head_dim != spec.head_dim,
         lambda spec: f"value_head_dim={spec.value_head_dim} with head_dim={spec.head_dim}",
@@ -129,7 +129,7 @@ ASKED: Mapping[Feature, Asked] = {
     "log_sum_exp": _flag("return_log_sum_exp", "return_log_sum_exp=True", "return_log_sum_exp=False only"),
     "mask_function": _is_set("mask_function"),
     "score_function": _is_set("score_function"),
-    "pages": Asked(
+    "pages": FeatureRequest(
         ("page_size", "num_pages"),
         lambda spec: spec.page_size is not None,
         lambda spec: f"page_size={spec.page_size}",
@@ -140,20 +140,20 @@ ASKED: Mapping[Feature, Asked] = {
 }
 
 
-FEATURES: tuple[Feature, ...] = tuple(ASKED)
+FEATURES: tuple[Feature, ...] = tuple(REQUESTS)
 
 
-def asked(spec: Any) -> frozenset[Feature]:
+def requested(spec: Any) -> frozenset[Feature]:
     """The features that ``spec`` asks for."""
-    return frozenset(feature for feature, asks in ASKED.items() if asks.of(spec))
+    return frozenset(feature for feature, request in REQUESTS.items() if request.of(spec))
 
 
 INSTEAD = "use backend='chunked'"
 
 
-def refusal(name: str, given: str, why: str, accepted: str, instead: str = INSTEAD) -> str:
-    """Why the backend ``name`` does not take what is ``given``: a sentence that ends in what to do ``instead``."""
-    return f"{given} is not supported by {name}{why and ', '}{why} (accepted: {accepted}); {instead}."
+def refusal(name: str, requested: str, why: str, accepted: str, instead: str = INSTEAD) -> str:
+    """Why the backend ``name`` does not take what is ``requested``: a sentence that ends in what to do ``instead``."""
+    return f"{requested} is not supported by {name}{why and ', '}{why} (accepted: {accepted}); {instead}."
 
 
 Sizes = range | tuple[int, ...]

@@ -128,8 +128,8 @@ def _check_options(options: dict[str, Any]) -> None:
         )
 
 
-def _refuse(given: dict[str, Any], unknown: dict[str, Any]) -> None:
-    for name, value in given.items():
+def _refuse(arguments: dict[str, Any], unknown: dict[str, Any]) -> None:
+    for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"attention_fn does not take {name}: {_REFUSED[name]}")
     if unknown:

@@ -42,11 +42,11 @@ class FunctionBackend:
     ) -> Plan:
         """Call the function with the keywords of what the spec asks for."""
         check_options(self.name, options, {})
-        given = _keywords(spec, layout, self.declared)
+        keywords = _keywords(spec, layout, self.declared)
 
         def attend(query: Any, key: Any, value: Any, terms: Terms) -> Any:
             learned = {name: getattr(terms, name) for name in terms.given()}
-            return self.function(query, key, value, **given, **learned)
+            return self.function(query, key, value, **keywords, **learned)
 
         return Plan.stateless(attend)
 
@@ -93,10 +93,10 @@ def from_function(
 
 
 def _keywords(spec: AttentionSpec, layout: Layout, declared: Takes) -> dict[str, Any]:
-    asked = spec.features()
-    given: dict[str, Any] = {}
+    requested = spec.features()
+    keywords: dict[str, Any] = {}
     if {"causal", "bidirectional"} <= declared.features:
-        given["is_causal"] = spec.is_causal
+        keywords["is_causal"] = spec.is_causal
     settings = {
         "window": ("local_window_size", spec.window),
         "chunk": ("chunk_size", spec.chunk_size),
@@ -107,9 +107,9 @@ def _keywords(spec: AttentionSpec, layout: Layout, declared: Takes) -> dict[str,
         "log_sum_exp": ("return_log_sum_exp", True),
         "values_in_keys": ("value_head_dim", spec.value_head_dim),
     }
-    given |= {keyword: value for feature, (keyword, value) in settings.items() if feature in asked}
-    if "positions" in asked:
+    keywords |= {keyword: value for feature, (keyword, value) in settings.items() if feature in requested}
+    if "positions" in requested:
         rows = (jnp.broadcast_to(x, (spec.batch, x.shape[1])) for x in positions(spec, layout))
-        given |= dict(zip(("query_positions", "key_value_positions"), rows, strict=True))
+        keywords |= dict(zip(("query_positions", "key_value_positions"), rows, strict=True))
     arrays = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    return given | {name: x for name, x in arrays.items() if x is not None and name not in given}
+    return keywords | {name: x for name, x in arrays.items() if x is not None and name not in keywords}

@@ -158,7 +158,7 @@ def of_sequences(
     every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec))
     pages, outside = pages_in_pool(spec, layout)
     if pages is not None:
-        x, every = _dealt(x, pages), None if every is None else _dealt(every, pages)
+        x, every = _gathered_pages(x, pages), None if every is None else _gathered_pages(every, pages)
     x = _multiplied(spec, x, every)
     return x if outside is None else jnp.where(outside[..., None, None], jnp.nan, x)
 
@@ -215,7 +215,7 @@ def pages_in_pool(
     return pages, jnp.repeat(pages != table, spec.page_size, axis=1)
 
 
-def _dealt(
+def _gathered_pages(
     x: Num[Array, "num_pages page_size *rest"], pages: Int[Array, "batch pages_per_sequence"]
 ) -> Num[Array, "batch kv_len *rest"]:
     return jnp.asarray(x)[pages].reshape(pages.shape[0], -1, *x.shape[2:])

@@ -164,14 +164,14 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
         layout = _without_plain_positions(layout, *sides)
     for field in dict.fromkeys(field for field, _ in ARRAYS.values()):
         names = [name for name, (announced, _) in ARRAYS.items() if announced == field]
-        given = [name for name in names if getattr(layout, name) is not None]
+        present = [name for name in names if getattr(layout, name) is not None]
         says, yes, no = getattr(spec, field), *((16, None) if field == "page_size" else (True, False))
-        if given and not says:
+        if present and not says:
             raise ValueError(
-                f"the layout brings {' and '.join(given)}, but the spec says {field}={says}; "
+                f"the layout brings {' and '.join(present)}, but the spec says {field}={says}; "
                 f"make the spec with {field}={yes}, or leave the array out."
             )
-        if says and not given:
+        if says and not present:
             raise ValueError(
                 f"the spec says {field}={says}, but the layout brings no {' or '.join(names)}; "
                 f"give the array, or make the spec with {field}={no}."
@@ -201,8 +201,10 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
         "value": (value, (*keys, spec.value_head_dim), of_keys),
     }
     if spec.values_in_keys != (value is None):
-        given, way = ("no value is", "give one") if value is None else ("a value is", "give None")
-        raise ValueError(f"{given} given, but the spec of this plan says values_in_keys={spec.values_in_keys}; {way}.")
+        found, remedy = ("no value is", "give one") if value is None else ("a value is", "give None")
+        raise ValueError(
+            f"{found} given, but the spec of this plan says values_in_keys={spec.values_in_keys}; {remedy}."
+        )
     if value is None:
         del expected["value"]
     for name, (x, shape, dtype) in expected.items():
@@ -224,20 +226,20 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
     """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
     announced = frozenset() if spec is None else spec.announced_terms
     for field in dataclasses.fields(terms):
-        name, given = field.name, getattr(terms, field.name) is not None
+        name, present = field.name, getattr(terms, field.name) is not None
         scale = name.endswith("_scales")
-        if name in announced and not given:
+        if name in announced and not present:
             says = f"kv_dtype={spec.kv_dtype!r}" if scale and spec is not None else f"has_{name}=True"
             raise ValueError(
                 f"the spec says {says}, but terms.{name} is None; run the plan with terms=Terms({name}=...)."
             )
-        if given and name not in announced:
+        if present and name not in announced:
             says, wanted = ("kv_dtype=None", "kv_dtype") if scale else (f"has_{name}=False", f"has_{name}=True")
             raise ValueError(
                 f"terms.{name} is given, but the spec of this plan says {says}; "
                 f"plan a spec with {wanted} through backends.plan."
             )
-        if spec is not None and given and scale:
+        if spec is not None and present and scale:
             check_array(name, getattr(terms, name), key_rows(spec), "float32", broadcasts=True)
     if spec is None:
         return ()

@@ -72,7 +72,7 @@ class Mask:
     def __str__(self) -> str:
         """The mask in words, which :func:`parse` reads: ``causal & window(255, 0)``."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
-        return _word(type(self)) + (f"({', '.join(map(str, fields))})" if fields else "")
+        return _mask_name(type(self)) + (f"({', '.join(map(str, fields))})" if fields else "")
 
     def _shows(self, query: Any, key: Any) -> Any:
         raise NotImplementedError
@@ -287,22 +287,22 @@ class Neighbourhood(Mask):
 
 
 def parse(text: str) -> Mask:
-    """The mask that these words name: ``causal & window(255)``, ``causal | prefix(16)``, ``~dilated(2)``.
+    """The mask that this description names: ``causal & window(255)``, ``causal | prefix(16)``, ``~dilated(2)``.
 
     A word is the name of a subclass of :class:`Mask` in lower case, its numbers are the fields in their order; ``&``,
-    ``|``, ``~`` and brackets are Python's. Raises ValueError, with the words that there are.
+    ``|``, ``~`` and brackets are Python's. Raises ValueError, with the names that there are.
     """
     try:
         return _parsed(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, TypeError, SyntaxError, RecursionError) as error:
         raise ValueError(
-            f"mask = {text!r} is not accepted ({error}); it is made of {', '.join(sorted(_words()))}, with whole "
+            f"mask = {text!r} is not accepted ({error}); it is made of {', '.join(sorted(_named_masks()))}, with whole "
             "numbers in brackets, joined by &, | and ~, such as 'causal & window(255)'."
         ) from error
 
 
-def words_of(function: MaskFunction | None) -> str | None:
-    """The words that :func:`parse` reads as this function; None for one that has none (a function of the user's)."""
+def description_of(function: MaskFunction | None) -> str | None:
+    """The description that :func:`parse` reads as this function; None for one that has none (a user's function)."""
     try:
         return text if isinstance(function, Mask) and parse(text := str(function)) == function else None
     except ValueError:
@@ -327,12 +327,12 @@ def _parsed(node: ast.expr) -> Mask:
 
 
 def _named(name: str) -> Callable[..., Mask]:
-    if name not in (words := _words()):
+    if name not in (named := _named_masks()):
         raise ValueError(f"{name} is no mask")
-    return words[name]
+    return named[name]
 
 
-def _words() -> dict[str, type[Mask]]:
+def _named_masks() -> dict[str, type[Mask]]:
     """The masks that can be named, a reader's own among them: each subclass but those that hold functions.
 
     A dataclass with slots is the second class of its name: the later one counts.
@@ -343,10 +343,10 @@ def _words() -> dict[str, type[Mask]]:
             yield from (sub, *below(sub))
 
     with_functions = {Combined.__name__, Inverted.__name__, Where.__name__}
-    return {_word(kind): kind for kind in below(Mask) if kind.__name__ not in with_functions}
+    return {_mask_name(kind): kind for kind in below(Mask) if kind.__name__ not in with_functions}
 
 
-def _word(kind: type[Mask]) -> str:
+def _mask_name(kind: type[Mask]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 

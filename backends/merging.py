@@ -39,8 +39,8 @@ def merge_parts(parts: Sequence[State]) -> State:
     outs, sums = zip(*parts, strict=True)
     for number, (out, log_sum_exp) in enumerate(parts):
         expected = (outs[0].shape, outs[0].dtype, outs[0].shape[:-1], jnp.dtype(jnp.float32))
-        given = (out.shape, out.dtype, log_sum_exp.shape, log_sum_exp.dtype)
-        if given != expected:
+        actual = (out.shape, out.dtype, log_sum_exp.shape, log_sum_exp.dtype)
+        if actual != expected:
             raise ValueError(
                 f"part {number} is {out.dtype}{list(out.shape)} with a log-sum-exp {log_sum_exp.dtype}"
                 f"{list(log_sum_exp.shape)}; expected {expected[1]}{list(expected[0])} and float32{list(expected[2])}."

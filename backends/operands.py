@@ -25,14 +25,14 @@ class Operand:
     """One learned operand, which a backend declares by its name as a feature.
 
     Its last axes are those of ``[batch, heads, query, keys]`` that ``axes`` names; with ``broadcasts`` each may be one.
-    ``by_position``: it acts by the distance of positions. ``title`` and ``words`` are for tables and for refusals.
+    ``by_position``: it acts by the distance of positions. ``title`` is for tables, ``description`` for refusals.
     ``example(sizes, rng)`` makes one for (batch, query length, key length, heads).
     """
 
     name: Learned
     axes: tuple[Literal["batch", "heads", "query", "keys"], ...]
     title: str
-    words: str
+    description: str
     example: Example
     broadcasts: bool = False
     by_position: bool = False
@@ -43,7 +43,7 @@ OPERANDS = (
         name="bias",
         axes=("batch", "heads", "query", "keys"),
         title="bias array",
-        words="an explicit bias array",
+        description="an explicit bias array",
         example=lambda sizes, rng: rng.standard_normal((sizes[0], sizes[3], *sizes[1:3])).astype(np.float32),
         broadcasts=True,
     ),
@@ -51,7 +51,7 @@ OPERANDS = (
         name="sinks",
         axes=("heads",),
         title="attention sinks",
-        words="an array of attention sinks",
+        description="an array of attention sinks",
         # From sinks that take little of a row to sinks that take most of it.
         example=lambda sizes, _: np.linspace(-2.0, 6.0, sizes[3], dtype=np.float32),
     ),
@@ -59,7 +59,7 @@ OPERANDS = (
         name="alibi",
         axes=("heads",),
         title="ALiBi slopes",
-        words="an array of ALiBi slopes",
+        description="an array of ALiBi slopes",
         example=lambda sizes, _: np.float32(2.0) ** -np.arange(1, sizes[3] + 1, dtype=np.float32),  # the paper's
         by_position=True,
     ),

@@ -341,8 +341,8 @@ def _probabilities(
         logits = spec.logits_soft_cap * squashed
         slope = 1.0 - squashed**2
     if spec.score_function is not None:
-        logits, own = _modified(spec, spec.score_function, layout, b, group, rows, logits)
-        slope = own if slope is None else slope * own
+        logits, derivative = _modified(spec, spec.score_function, layout, b, group, rows, logits)
+        slope = derivative if slope is None else slope * derivative
     if terms.bias is not None:
         logits += _float64(_select(terms.bias, b, group, rows))
     if terms.alibi is not None:

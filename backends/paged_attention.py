@@ -164,12 +164,12 @@ def _contiguous(spec: AttentionSpec) -> Int[Array, "b k pages_per_sequence"]:
 
 def _pages_per_block(spec: AttentionSpec, options: Mapping[str, Any]) -> int:
     size = _page_size(spec) or 1
-    given = options.get("pages_per_block", max(1, _SLOTS // size))
-    if not is_whole(given):
+    pages = options.get("pages_per_block", max(1, _SLOTS // size))
+    if not is_whole(pages):
         raise ValueError(
-            f"paged_attention: pages_per_block={given!r} is not accepted; it is {OPTIONS['pages_per_block']}."
+            f"paged_attention: pages_per_block={pages!r} is not accepted; it is {OPTIONS['pages_per_block']}."
         )
-    return min(given, spec.key_value_length // size)
+    return min(pages, spec.key_value_length // size)
 
 
 PAGED_ATTENTION = VendorKernel(

@@ -62,8 +62,8 @@ def kernel_module() -> Any:
 
 def _position_reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     if spec.has_positions and spec.is_causal:
-        given = "an array of explicit positions with is_causal=True"
-        yield refusal("pallas_flash", given, "which masks by slot", "arange, or is_causal=False")
+        requested = "an array of explicit positions with is_causal=True"
+        yield refusal("pallas_flash", requested, "which masks by slot", "arange, or is_causal=False")
 
 
 PALLAS_FLASH = VendorKernel(

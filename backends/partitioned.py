@@ -57,15 +57,15 @@ def by_shares(compute: Compute, spec: AttentionSpec, operands: Sequence[Any], di
     batched = custom_vmap(program)
 
     @batched.def_vmap
-    def _(size: int, mapped: Any, *given: Any) -> Any:
+    def _(size: int, mapped: Any, *operands: Any) -> Any:
         """A batch of problems is left to the kernels' own rule."""
         del size
         axes = jax.tree.map(lambda one: 0 if one else None, list(mapped))
-        found = jax.vmap(whole, in_axes=axes)(*given)
+        found = jax.vmap(whole, in_axes=axes)(*operands)
         return found, jax.tree.map(lambda _: True, found)
 
     run = jax.custom_jvp(batched)
-    run.defjvp(lambda given, tangents: jax.jvp(whole, given, tangents))
+    run.defjvp(lambda primals, tangents: jax.jvp(whole, primals, tangents))
     return run(*operands)
 
 

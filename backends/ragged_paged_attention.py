@@ -44,11 +44,11 @@ OPTIONS = {
 
 def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     half = spec.dtype == "bfloat16" and spec.kv_dtype is None  # two numbers in a word
-    words, step = spec.num_kv_heads * (1 if half else 2), 8 if half else 4
-    if words not in (1, 2, 4, 8) and words % 8:
+    packed, step = spec.num_kv_heads * (1 if half else 2), 8 if half else 4
+    if packed not in (1, 2, 4, 8) and packed % 8:
         accepted = f"1, 2, 4, or multiples of {step} in this dtype"
-        given = f"num_kv_heads={spec.num_kv_heads}"
-        yield refusal("ragged_paged_attention", given, "whose slots fill whole tiles", accepted)
+        requested = f"num_kv_heads={spec.num_kv_heads}"
+        yield refusal("ragged_paged_attention", requested, "whose slots fill whole tiles", accepted)
     if spec.has_segment_ids and "sequences" not in options:
         yield (
             "an array of segment ids is not supported by ragged_paged_attention without the number of sequences "
@@ -121,9 +121,9 @@ def _found(spec: AttentionSpec, layout: Layout, sequences: int) -> _Batch:
     if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
         q_ids, k_ids = jnp.asarray(layout.query_segment_ids), jnp.asarray(layout.key_value_segment_ids).reshape(shares)
     filled = filled.reshape(shares) & (k_ids >= 0)
-    count, own = filled.sum(-1), jnp.arange(k_at.shape[-1])
+    count, index = filled.sum(-1), jnp.arange(k_at.shape[-1])
     name = k_ids[..., 0]
-    in_order = (filled == (own < count[..., None])) & (~filled | (k_at == own) & (k_ids == name[..., None]))
+    in_order = (filled == (index < count[..., None])) & (~filled | (k_at == index) & (k_ids == name[..., None]))
     twice = (name[:, :, None] == name[:, None, :]) & (count[:, :, None] > 0) & (count[:, None, :] > 0)
     fits = in_order.all() & (twice.sum((1, 2)) == (count > 0).sum(1)).all()
     # Rows, in one row for the whole batch.
@@ -219,13 +219,13 @@ def _page(slots: int) -> int:
     return min(_PAGE, -(-slots // 16) * 16)
 
 
-def _sizes(spec: AttentionSpec, target: Target, given: dict[str, Any]) -> tuple[_Sizes, tuple[str, ...]]:
+def _sizes(spec: AttentionSpec, target: Target, options: dict[str, Any]) -> tuple[_Sizes, tuple[str, ...]]:
     """The sizes of the options, over those of the file that ``tuned`` names, and whose they are. Raises ValueError."""
     sizes = {"sequences": 1, "pages_per_block": _PAGES, "queries_per_block": _ROWS}
-    sequences, facts = given.get("sequences", 1), {}
-    if "tuned" in given and isinstance(sequences, int) and sequences > 0:
+    sequences, facts = options.get("sequences", 1), {}
+    if "tuned" in options and isinstance(sequences, int) and sequences > 0:
         facts = _facts(spec, sequences)
-    found, notes = choices.with_tuned(given, "ragged_paged_attention", OPTIONS, target, spec, facts)
+    found, notes = choices.with_tuned(options, "ragged_paged_attention", OPTIONS, target, spec, facts)
     for name, value in (sizes := sizes | found).items():
         if not is_whole(value) or (name == "sequences" and spec.key_value_length % value):
             raise ValueError(

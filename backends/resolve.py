@@ -154,9 +154,9 @@ def resolve(
             sentence = followed.sentence or ("" if target.platform == "cpu" else _NOT_MEASURED)
             return _taken(name, spec, target, tuple(rejections), sentence, valid)
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
-        asked, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
+        in_mode, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(
-            f"{request} cannot run this{asked} on {target}; {name} runs{instead} instead. "
+            f"{request} cannot run this{in_mode} on {target}; {name} runs{instead} instead. "
             + " ".join(resolution.reasons),
             BackendFallbackWarning,
             stacklevel=2,

@@ -86,7 +86,7 @@ class Ring:
 
         ``layout`` holds this device's tokens, but ``key_value_seq_lengths`` of the whole sequences.
         """
-        layout = self._placed(layout)
+        layout = self._with_positions(layout)
         share = _Share(key, value, layout.key_value_positions, layout.key_value_segment_ids)
         rest = dataclasses.replace(layout, key_value_positions=None, key_value_segment_ids=None)
 
@@ -121,7 +121,7 @@ class Ring:
             more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
             return put_together(seen, more), following
 
-        first = compute(0, share, self._own), self._pass_on(share)
+        first = compute(0, share, self._local), self._pass_on(share)
         seen = lax.fori_loop(1, self.axis.size, turn, first)[0]
         return seen if sinks is None else put_together(seen, of_sinks.part(sinks, seen))
 
@@ -140,13 +140,13 @@ class Ring:
             more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
             return jax.tree.map(jnp.add, gradients, more), following
 
-        first = compute(0, share, self._own), self._pass_on(share)
+        first = compute(0, share, self._local), self._pass_on(share)
         (d_query, *d_share), _ = lax.fori_loop(1, self.axis.size, turn, first)
         d_key, d_value = self._pass_on(d_share)
         return d_query.astype(query.dtype), d_key.astype(query.dtype), d_value.astype(query.dtype)
 
     @property
-    def _own(self) -> AttentionSpec:
+    def _local(self) -> AttentionSpec:
         return specs_of_parts(self.spec)[0]
 
     @property
@@ -164,7 +164,7 @@ class Ring:
 
     def _unless_behind(self, step: Any, compute: Callable[[], Any], nothing: Any) -> Any:
         """``compute()``; ``nothing`` where the share of ``step`` devices before came round the ring from behind."""
-        if self._own.is_causal == self._others.is_causal:
+        if self._local.is_causal == self._others.is_causal:
             return compute()
         return lax.cond(step <= self._here(), compute, lambda: nothing)
 
@@ -183,9 +183,9 @@ class Ring:
         )
         return self.backend.part(spec, seen, **self.planned)
 
-    def _placed(self, layout: Layout) -> Layout:
+    def _with_positions(self, layout: Layout) -> Layout:
         """The layout with this device's positions if the parts need them, else without positions."""
-        if not self._own.has_positions:
+        if not self._local.has_positions:
             return dataclasses.replace(layout, query_positions=None, key_value_positions=None)
 
         sides = {"query_positions": self.spec.query_length, "key_value_positions": self.spec.key_value_length}
@@ -202,5 +202,5 @@ def with_positions(layout: Layout, axis: str, batch: int, sides: Mapping[str, in
         for name, length in sides.items()
         if getattr(layout, name) is None
     }
-    places = {name: jnp.broadcast_to(row[None, :], (batch, row.size)) for name, row in rows.items()}
-    return dataclasses.replace(layout, **places)
+    filled = {name: jnp.broadcast_to(row[None, :], (batch, row.size)) for name, row in rows.items()}
+    return dataclasses.replace(layout, **filled)

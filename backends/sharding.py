@@ -157,7 +157,7 @@ class Sharded:
         why = "which passes keys between devices, but not the columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which uses it to merge the parts"}
         because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
-        whole = self.axes.context is None and self._own() is None
+        whole = self.axes.context is None and self._self_sharded() is None
         layouts = KV_LAYOUTS if whole else ("NHD",)
         carries = takes_of(self.backend, target, mode).carries
         return Takes(features=features, carries=carries, kv_layouts=layouts, because=because)
@@ -166,9 +166,10 @@ class Sharded:
         self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
         """Every reason: dimensions that cannot be divided, and the backend's refusals of one device's share."""
-        own = self._own()
-        if own is not None:
-            return tuple(self._indivisible(spec, "data", "heads")) or support(own, spec, target, mode, options).reasons
+        native = self._self_sharded()
+        if native is not None:
+            reasons = tuple(self._indivisible(spec, "data", "heads"))
+            return reasons or support(native, spec, target, mode, options).reasons
         reasons = (*self._indivisible(spec), *self._unshardable(takes_of(self.backend, target, mode)))
         if reasons:
             return reasons
@@ -176,7 +177,7 @@ class Sharded:
         parts = ring.specs_of_parts(share) if self._in_ring else (share,)
         return tuple(
             dict.fromkeys(
-                f"{self._share_words(spec)}: {reason}"
+                f"{self._share_description(spec)}: {reason}"
                 for part in parts
                 for reason in support(self.backend, part, target, mode, options).reasons
             )
@@ -193,9 +194,9 @@ class Sharded:
     ) -> Plan:
         """Each device plans its share with the backend. A backend's carry is divided with the batch."""
         planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}
-        own = self._own()
-        if own is not None:
-            return own.plan(spec, layout, **planned)
+        native = self._self_sharded()
+        if native is not None:
+            return native.plan(spec, layout, **planned)
         share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
         carries = PartitionSpec(self.axes.data)
         keys = PartitionSpec(self.axes.data, self.axes.heads) if spec.kv_layout == "HND" else arrays
@@ -234,7 +235,7 @@ class Sharded:
         """The sharding of query, key, value and output ``[batch, length, heads, dim]``."""
         return NamedSharding(self.mesh, self._arrays())
 
-    def _own(self) -> Backend | None:
+    def _self_sharded(self) -> Backend | None:
         """The backend with its own way to divide these axes, if it has one."""
         return self.backend.sharded(self.mesh, self.axes) if isinstance(self.backend, ShardingBackend) else None
 
@@ -289,19 +290,19 @@ class Sharded:
             has_positions=spec.has_positions or (context > 1 and not self._in_ring and ring.by_position(spec)),
         )
 
-    def _share_words(self, spec: AttentionSpec) -> str:
+    def _share_description(self, spec: AttentionSpec) -> str:
         added = " with positions of its own" if self._share(spec).has_positions and not spec.has_positions else ""
         return f"the share of one device{added}"
 
     def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
-        return Layout(**{name: self._placed(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
+        return Layout(**{name: self._partition_spec(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
 
     def _columns(self, terms: Terms) -> Terms:
         """The spec of each term."""
-        return Terms(**{x.name: self._placed(getattr(terms, x.name), x.axes) for x in OPERANDS})
+        return Terms(**{x.name: self._partition_spec(getattr(terms, x.name), x.axes) for x in OPERANDS})
 
-    def _placed(self, x: EitherArray | None, axes: Sequence[str]) -> Any:
+    def _partition_spec(self, x: EitherArray | None, axes: Sequence[str]) -> Any:
         """The PartitionSpec of an array by what its axes count; a dimension of one element is not divided."""
         if x is None:
             return None

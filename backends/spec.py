@@ -10,7 +10,7 @@ import operator
 import numpy as np
 
 from . import masks, scores
-from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, asked
+from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, requested
 from .operands import Announced
 
 
@@ -105,7 +105,7 @@ class AttentionSpec(Announced):
 
     def features(self) -> frozenset[Feature]:
         """The features that the spec asks for beyond plain attention, by the names that a backend declares."""
-        return asked(self)
+        return requested(self)
 
     @property
     def group_size(self) -> int:

@@ -47,16 +47,16 @@ _SIZES = (256, 512, 1024, 2048)  # sizes that are tried: of 128 a grid has too m
 class SplashKernel(VendorKernel):
     """The backend of a splash kernel, with what ``attnsuite tune`` asks of it."""
 
-    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def defaults(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The rule's block sizes, with which ``attnsuite tune`` compares the candidates."""
-        blocks = blocks_of(self.name, spec, target, checked(self.name, self.options, dict(given)))
+        blocks = blocks_of(self.name, spec, target, checked(self.name, self.options, dict(options)))
         if not spec.needs_grad:
             return {"block_q": blocks.q, "block_kv": blocks.kv, "block_kv_compute": blocks.kv_compute}
         fused = {"fused_backward": blocks.fused} if "fused_backward" in self.options else {}
         return {"block_q_backward": blocks.q_backward, "block_kv_backward": blocks.kv_backward, **fused}
 
     def candidates(
-        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], ...]:
         """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         longest = [round_up(length, LANES) for length in (spec.query_length, spec.key_value_length)]
@@ -140,16 +140,16 @@ def read_blocks(
     name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None
 ) -> tuple[Blocks, tuple[str, ...]]:
     """The blocks of the options, and whose figures they follow. Raises ValueError."""
-    given, notes = read_options(name, accepted, spec, target, options)
-    return blocks_of(name, spec, target, given), notes
+    checked_options, notes = read_options(name, accepted, spec, target, options)
+    return blocks_of(name, spec, target, checked_options), notes
 
 
 def read_options(
     name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The options, over those of the file that ``tuned`` names, and whose figures they follow. Raises ValueError."""
-    given, notes = choices.with_tuned(check_options(name, options, accepted), name, accepted, target, spec)
-    return checked(name, accepted, given), notes
+    checked_options, notes = choices.with_tuned(check_options(name, options, accepted), name, accepted, target, spec)
+    return checked(name, accepted, checked_options), notes
 
 
 def checked(name: str, accepted: Mapping[str, str], options: dict[str, Any]) -> dict[str, Any]:

@@ -71,16 +71,16 @@ class Blocks:
         return (self.kv, self.kv_compute, *backward)
 
 
-def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Blocks:
+def blocks_of(name: str, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Blocks:
     """The blocks of these options of the backend ``name``. Raises ValueError if one does not divide the other."""
     rows = spec.group_size if spec.query_length == 1 else spec.query_length
     largest = default_block(target)
     while largest > LANES and largest * max(spec.head_dim, spec.value_head_dim or 0) > 512 * 256:
         largest //= 2
     q, kv = (_even_block(length, largest) for length in (rows, spec.key_value_length))
-    q, kv = given.get("block_q", q), given.get("block_kv", kv)
-    q_back, kv_back = given.get("block_q_backward", q), given.get("block_kv_backward", kv)
-    compute, compute_back = given.get("block_kv_compute", kv), given.get("block_kv_compute_backward", kv_back)
+    q, kv = options.get("block_q", q), options.get("block_kv", kv)
+    q_back, kv_back = options.get("block_q_backward", q), options.get("block_kv_backward", kv)
+    compute, compute_back = options.get("block_kv_compute", kv), options.get("block_kv_compute_backward", kv_back)
     if kv % compute:
         raise ValueError(f"{name}: block_kv_compute={compute} does not divide block_kv={kv}; give one that does.")
     if kv_back % compute_back:
@@ -90,7 +90,7 @@ def blocks_of(name: str, spec: AttentionSpec, target: Target, given: Mapping[str
         )
     step_q, step_kv = (q, kv) if not spec.needs_grad else (math.lcm(q, q_back), math.lcm(kv, kv_back))
     lengths = round_up(rows, step_q), round_up(spec.key_value_length, step_kv)
-    fused = given.get("fused_backward", False)
+    fused = options.get("fused_backward", False)
     return Blocks(q, kv, compute, q_back, kv_back, compute_back, lengths, spec.needs_grad, fused)
 
 
@@ -208,8 +208,8 @@ def in_context(
         return out, operands if one_by_one else pull_back
 
     @batched
-    def backward(kept: Any, d_out: Array) -> tuple[Any, ...]:
-        pull_back = derived(*kept)[1] if one_by_one else kept
+    def backward(residuals: Any, d_out: Array) -> tuple[Any, ...]:
+        pull_back = derived(*residuals)[1] if one_by_one else residuals
         with context():
             d_query, d_key, d_value, d_term = pull_back(d_out)
             return d_query, d_key, d_value, None, d_term
@@ -247,10 +247,10 @@ def scaling_notes(spec: AttentionSpec) -> tuple[str, ...]:
 def reasons(name: str, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
     """What a mask by slot cannot say, and sinks of one token; ``name`` is the backend's."""
     if spec.has_positions and spec.positional_mask is not None and spec.query_length > 1:
-        given = f"an array of explicit positions with query_length={spec.query_length}"
-        yield refusal(name, given, "whose mask is by slot", "one query token, or positions that are arange")
+        requested = f"an array of explicit positions with query_length={spec.query_length}"
+        yield refusal(name, requested, "whose mask is by slot", "one query token, or positions that are arange")
     if spec.has_sinks and spec.query_length == 1 < spec.group_size:
         heads = f"num_heads={spec.num_heads} on num_kv_heads={spec.num_kv_heads}"
-        given = f"an array of attention sinks with query_length=1 and {heads}"
+        requested = f"an array of attention sinks with query_length=1 and {heads}"
         why = "whose rows are then the heads of a group and share one sink"
-        yield refusal(name, given, why, "more query tokens, or as many KV heads as heads")
+        yield refusal(name, requested, why, "more query tokens, or as many KV heads as heads")

@@ -103,11 +103,11 @@ def _formula(spec: AttentionSpec, layout: Layout, target: Target) -> Callable[..
             logits = logits - _per_head(spec, terms.alibi, wide) * apart.astype(wide)
         logits = logits if spoilt is None else logits + spoilt
         if terms.bias is not None or spec.score_function is not None:  # they may hide pairs by -inf
-            shown = ~jnp.isneginf(logits)
-            mask = shown if mask is None else mask & shown
+            visible = ~jnp.isneginf(logits)
+            mask = visible if mask is None else mask & visible
         if terms.sinks is None and not spec.return_log_sum_exp:  # in the form that XLA knows as one operation
-            kept = logits if mask is None else jnp.where(mask, logits, jnp.finfo(wide).min)
-            probs, of_rows = jax.nn.softmax(kept, axis=-1), None
+            masked = logits if mask is None else jnp.where(mask, logits, jnp.finfo(wide).min)
+            probs, of_rows = jax.nn.softmax(masked, axis=-1), None
         else:
             sinks = None if terms.sinks is None else _per_head(spec, terms.sinks, wide)
             weights, total, top = exponentials(logits, mask, sinks)

@@ -38,7 +38,7 @@ def support(
         takes = takes_of(backend, target, mode)
         spec = as_read(spec, takes)
         # The device first: on a wrong device the other reasons do not matter.
-        reasons = (*_own(backend, spec, target, mode, options), *_refusals(backend.name, takes, spec, mode))
+        reasons = (*_backend_reasons(backend, spec, target, mode, options), *_refusals(backend.name, takes, spec, mode))
         if not all(isinstance(reason, str) for reason in reasons):
             raise TypeError(f"its reasons are not all sentences: {reasons!r}")  # noqa: TRY301 (as its other faults)
     except Exception as error:  # noqa: BLE001 (whatever a foreign backend raises is why it cannot be used)
@@ -122,7 +122,7 @@ def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -
     return on_zeros
 
 
-def _own(
+def _backend_reasons(
     backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
     """The backend's refusals beside its allow-list."""
@@ -140,34 +140,34 @@ def _name(backend: Any) -> str:
 def _refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterator[str]:
     """One sentence for each thing that ``spec`` asks for and the backend ``name`` does not take."""
 
-    def sentence(about: str, given: str, accepted: str, instead: str = INSTEAD) -> str:
-        return refusal(name, given, takes.because.get(about, ""), accepted, instead)
+    def sentence(about: str, requested: str, accepted: str, instead: str = INSTEAD) -> str:
+        return refusal(name, requested, takes.because.get(about, ""), accepted, instead)
 
     if mode not in takes.modes:
-        yield sentence("mode", f"mode={mode!r}", _words(takes.modes), "use mode='native'")
+        yield sentence("mode", f"mode={mode!r}", _listed(takes.modes), "use mode='native'")
     if spec.dtype not in takes.dtypes:
         another = "use backend='standard'" if spec.dtype == "float64" else INSTEAD
-        yield sentence("dtype", f"dtype={spec.dtype}", _words(takes.dtypes), f"cast the inputs, or {another}")
+        yield sentence("dtype", f"dtype={spec.dtype}", _listed(takes.dtypes), f"cast the inputs, or {another}")
     wide = takes.head_dims is not None and spec.head_dim not in takes.head_dims
     pad = f"pad the head dimension and give scale, or {INSTEAD}"
     if takes.head_dims is not None and wide:
-        yield sentence("head_dims", f"head_dim={spec.head_dim}", _words(takes.head_dims), pad)
+        yield sentence("head_dims", f"head_dim={spec.head_dim}", _listed(takes.head_dims), pad)
     value_dim, taken = spec.value_head_dim, takes.value_head_dims
     reported = wide and value_dim == spec.head_dim
     if taken is not None and value_dim not in taken and not reported:
-        yield sentence("value_head_dims", f"value_head_dim={value_dim}", _words(taken), pad)
+        yield sentence("value_head_dims", f"value_head_dim={value_dim}", _listed(taken), pad)
     for field in ("query_length", "key_value_length"):
         length = getattr(spec, field)
         if length < takes.least_length:
             accepted = f"{takes.least_length} or more"
             yield sentence("least_length", f"{field}={length}", accepted)
-    for feature, asks in features.ASKED.items():
-        if asks.of(spec) and feature not in takes.features:
+    for feature, request in features.REQUESTS.items():
+        if request.of(spec) and feature not in takes.features:
             instead = f"plan with needs_grad=False, or {INSTEAD}" if feature == "gradient" else INSTEAD
-            yield sentence(feature, asks.given(spec), asks.accepted, instead)
+            yield sentence(feature, request.describe(spec), request.accepted, instead)
 
 
-def _words(sizes: Sizes | tuple[str, ...]) -> str:
+def _listed(sizes: Sizes | tuple[str, ...]) -> str:
     """``sizes`` for a reader; a range is given by its ends and its step."""
     if not isinstance(sizes, range):
         return ", ".join(map(str, sizes))

@@ -32,7 +32,7 @@ def missing(backend: str, module: str, also: Mapping[str, str] = MappingProxyTyp
 @functools.cache
 def _import_error(module: str) -> tuple[str, ...]:
     try:
-        with triton_cache.kept():
+        with triton_cache.preserved():
             importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 (whatever a broken environment raises is the reason)
         first = (str(error).strip().splitlines() or ["no message"])[0]

@@ -107,8 +107,8 @@ def _attention(spec: AttentionSpec, interpret: bool) -> Callable[..., Array]:
         out, residuals = call(q.astype(jnp.float32), k, v, length, residuals=True)
         return out.astype(q.dtype), (q, k, v, length, residuals, out)
 
-    def backwards(kept: Any, d_out: Array) -> tuple[Any, ...]:
-        q, k, v, length, (largest, total), out = kept
+    def backwards(saved: Any, d_out: Array) -> tuple[Any, ...]:
+        q, k, v, length, (largest, total), out = saved
         arrays = *map(_whole_blocks, (q, k, v)), None, _mask(spec, length), None
         residuals = _whole_blocks(largest, 1), _whole_blocks(total, 1, fill=1)
         d_q, d_k, d_v, _ = run_backward(*arrays, residuals, *map(_whole_blocks, (out, d_out)))

@@ -13,8 +13,8 @@ _NAME = "TRITON_CACHE_DIR"
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """At the end of the block the variable is what it was, or unset again."""
+def preserved() -> Iterator[None]:
+    """A context. At its end the variable is what it was, or unset again."""
     before = os.environ.get(_NAME)
     try:
         yield

@@ -35,14 +35,14 @@ class KernelWork:
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A backend with options worth trying. ``given`` are options that hold for every candidate."""
+    """A backend with options worth trying. ``options`` hold for every candidate."""
 
-    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def defaults(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The options that hold where no table has an entry."""
         ...
 
     def candidates(
-        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], ...]:
         """Options to try for ``spec`` on ``target``."""
         ...

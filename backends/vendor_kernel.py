@@ -79,11 +79,11 @@ class VendorKernel:
         Raises ValueError for an option that the kernel does not have, and ImportError, with the reason, where its
         package cannot be used here.
         """
-        given = check_options(self.name, options, self.options)
-        self.check(spec, target, given)
+        checked = check_options(self.name, options, self.options)
+        self.check(spec, target, checked)
         if why_not := self.missing(mode):
             raise ImportError(" ".join(why_not))
-        return self.make(spec, layout, target, mode, given)
+        return self.make(spec, layout, target, mode, checked)
 
 
 def round_up(length: int, step: int) -> int:

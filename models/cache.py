@@ -250,7 +250,7 @@ def _write_rows(array: Array, rows: Array, start: Int[Array, " batch"]) -> Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class SlotMapping:
     """Where new tokens go in a paged cache. A token whose page is not in the pool goes nowhere."""
 
     pages: Int[Array, "batch length"]
@@ -263,18 +263,18 @@ class Places:
         slots: Int[Array, "batch length"],
         real: Bool[Array, "batch length"],
         pages: tuple[int, int],
-    ) -> Places:
-        """The places of ``slots`` of ``sequences`` in a pool of ``pages``, their number and size; padding has none."""
+    ) -> SlotMapping:
+        """The mapping of ``slots`` of ``sequences`` to a pool of ``pages``, their number and size; padding has none."""
         num_pages, page_size = pages
         at = page_table[sequences, jnp.minimum(slots // page_size, page_table.shape[1] - 1)]
-        return Places(jnp.where(real & (at >= 0), at, num_pages), slots % page_size)
+        return SlotMapping(jnp.where(real & (at >= 0), at, num_pages), slots % page_size)
 
 
-def write_pages(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], places: Places) -> Slots:
+def write_pages(slots: Slots, new: Float[Array, "batch length kv_heads head_dim"], slot_mapping: SlotMapping) -> Slots:
     """``new`` written into pages, in the dtype of the slots."""
 
     def put(array: Array, rows: Array) -> Array:
-        return array.at[places.pages, :, places.offsets].set(rows.astype(array.dtype), mode="drop")
+        return array.at[slot_mapping.pages, :, slot_mapping.offsets].set(rows.astype(array.dtype), mode="drop")
 
     return _put(slots, new, put)
 

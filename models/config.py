@@ -224,11 +224,15 @@ class ModelConfig:
             )
 
     def _check_attention(self) -> None:
-        given = self.attention
-        types = (given,) * self.num_layers if isinstance(given, str) else given
+        attention = self.attention
+        types = (attention,) * self.num_layers if isinstance(attention, str) else attention
         accepted = get_args(AttentionType)
         if not isinstance(types, tuple | list) or any(kind not in accepted for kind in types):
-            wrong = next((kind for kind in types if kind not in accepted), given) if isinstance(types, tuple) else given
+            wrong = (
+                next((kind for kind in types if kind not in accepted), attention)
+                if isinstance(types, tuple)
+                else attention
+            )
             hint = f' {wrong} is a backend: model(tokens, backend="{wrong}").' if wrong in names() else ""
             raise ValueError(
                 f"attention={wrong!r} must be one of {', '.join(accepted)}, or a tuple of one per layer.{hint}"

@@ -25,7 +25,7 @@ from attnsuite.backends.contract import NO_TERMS, Carry, Terms
 from attnsuite.backends.kv_cache import ragged_layout
 
 from . import latent
-from .cache import Places, Slots, read, with_scales, write, write_pages
+from .cache import SlotMapping, Slots, read, with_scales, write, write_pages
 from .config import AttentionType, ModelConfig
 from .experts import gated, mixture
 from .parameters import LAYER_NORMS, Params
@@ -107,8 +107,8 @@ def forward_cached(
     each is turned to the position of its depth, and masked by its slot. ``page_table`` is that of a paged cache; it
     has the pages of the new tokens already.
     """
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32) if tree is None else jnp.array(tree.depths, jnp.int32)
-    positions = start[:, None] + places[None]
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32) if tree is None else jnp.array(tree.depths, jnp.int32)
+    positions = start[:, None] + offsets[None]
     layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
     capacity = keys[0].shape[2] * (1 if page_table is None else page_table.shape[1])
     if tree is not None:
@@ -119,7 +119,9 @@ def forward_cached(
         layout = layout if fresh else dataclasses.replace(layout, page_table=page_table)
         slots = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         rows, pool = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], (keys[0].shape[0], keys[0].shape[2])
-        put = functools.partial(write_pages, places=Places.of(page_table, rows, slots, slots < end[:, None], pool))
+        put = functools.partial(
+            write_pages, slot_mapping=SlotMapping.of(page_table, rows, slots, slots < end[:, None], pool)
+        )
     # A node's path is as long as it would be in a decode step, whatever other nodes there are.
     turns = turns_of(config, positions, end[:, None] if tree is None else positions + 1)
     x = embed(config, params, tokens, positions)
@@ -154,7 +156,9 @@ def forward_ragged(
     layout = ragged_layout(page_table, lengths, query_starts, page_size=pool[1], num_tokens=tokens.shape[1])
     of_token: Any = layout.query_segment_ids
     sequences, positions = jnp.maximum(of_token, 0), jnp.maximum(jnp.asarray(layout.query_positions), 0)
-    put: Put = functools.partial(write_pages, places=Places.of(page_table, sequences, positions, of_token >= 0, pool))
+    put: Put = functools.partial(
+        write_pages, slot_mapping=SlotMapping.of(page_table, sequences, positions, of_token >= 0, pool)
+    )
     x, keys, values = _through_layers(
         config,
         params,
@@ -337,8 +341,8 @@ def _project_latent(config: ModelConfig, layer: Params, x: Hidden, turn: Turn) -
     sizes = config.latent
     if not isinstance(turn, tuple):
         raise ValueError("attention='latent' needs use_rope=True.")  # noqa: TRY004  (the config is wrong)
-    kept, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
-    key = jnp.concatenate([_norm(config, layer, "kv_a_layernorm", kept), rotate(shared, *turn)], axis=-1)
+    latents, shared = jnp.split(_linear(x, layer, "kv_a_proj_with_mqa")[:, :, None], [sizes.rank], axis=-1)
+    key = jnp.concatenate([_norm(config, layer, "kv_a_layernorm", latents), rotate(shared, *turn)], axis=-1)
     if config.q_lora_rank is None:
         query = _linear(x, layer, "q_proj")
     else:

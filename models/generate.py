@@ -130,8 +130,8 @@ def sample(
     shares = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares  # probability of everything likelier
     least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
-    kept = jnp.where(logits >= least, logits, -jnp.inf)
-    return jax.random.categorical(jax.random.fold_in(key, step), kept, axis=-1).astype(jnp.int32)
+    truncated = jnp.where(logits >= least, logits, -jnp.inf)
+    return jax.random.categorical(jax.random.fold_in(key, step), truncated, axis=-1).astype(jnp.int32)
 
 
 compiled_sample = jax.jit(sample, static_argnames=("greedy",))

@@ -21,7 +21,17 @@ import msgspec
 from attnsuite.sentences import quoted
 
 from .config import DTYPES, Activation, AttentionType, ModelConfig
-from .huggingface_keys import CONFIG, FAMILIES, OWN_TYPE, SHARED, WINDOW_REASONS, Family, Fields, OwnFields, read_fields
+from .huggingface_keys import (
+    CONFIG,
+    FAMILIES,
+    SHARED,
+    SUITE_TYPE,
+    WINDOW_REASONS,
+    Family,
+    Fields,
+    SuiteFields,
+    read_fields,
+)
 from .huggingface_rope import read_rope, sliding_theta, write_rope
 from .reading import CheckpointError
 
@@ -54,8 +64,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
                 fields = _fields(config, model_type, _of_family(config, family))
                 if _means(fields, config):
                     return fields
-    own = {name: getattr(config, name) for name in OwnFields.__struct_fields__}
-    return _fields(config, OWN_TYPE, {OWN_TYPE: own | {"attention": list(config.layer_types)}})
+    settings = {name: getattr(config, name) for name in SuiteFields.__struct_fields__}
+    return _fields(config, SUITE_TYPE, {SUITE_TYPE: settings | {"attention": list(config.layer_types)}})
 
 
 def _fields(config: ModelConfig, model_type: str, of_type: dict[str, Any]) -> dict[str, Any]:
@@ -76,10 +86,10 @@ def _fields(config: ModelConfig, model_type: str, of_type: dict[str, Any]) -> di
 
 
 def _of_family(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys that only this family has, as it would say them; whether it then means the same is another question."""
+    """The keys that only this family has, in its own terms. Whether they mean the same there is checked elsewhere."""
     names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
     scale = config.attention_scale
-    said = {
+    values = {
         "sliding_window": config.window_size,
         "layer_types": [names[kind] for kind in config.layer_types],
         "use_sliding_window": "sliding" in config.attention_types,
@@ -89,8 +99,8 @@ def _of_family(config: ModelConfig, family: Family) -> dict[str, Any]:
         "rope_local_base_freq": config.sliding_rope_theta,
     }
     windows = family.windows if "sliding_window" in family.windows else ()
-    own = {key: value for key, value in said.items() if key in (*windows, *family.keys)}
-    return own | {key: values[0] for key, values in family.only.items() if key == "hidden_activation"}
+    specific = {key: value for key, value in values.items() if key in (*windows, *family.keys)}
+    return specific | {key: values[0] for key, values in family.only.items() if key == "hidden_activation"}
 
 
 def _means(fields: dict[str, Any], config: ModelConfig) -> bool:
@@ -119,10 +129,10 @@ def _check_architectures(fields: Fields) -> None:
 def _by_type(fields: Fields) -> dict[str, Any]:
     """The fields in which the model types differ: biases, norms, windows, caps, experts."""
     model_type, bias, family = fields.model_type, fields.attention_bias, FAMILIES[fields.model_type]
-    if model_type == OWN_TYPE:
-        return _own(fields)
+    if model_type == SUITE_TYPE:
+        return _suite_fields(fields)
     if fields.attention_suite is not None:
-        raise CheckpointError(f"{OWN_TYPE} in {CONFIG} is for model_type={OWN_TYPE!r}, not {model_type!r}.")
+        raise CheckpointError(f"{SUITE_TYPE} in {CONFIG} is for model_type={SUITE_TYPE!r}, not {model_type!r}.")
     if bias not in (None, family.fixed.get("qkv_bias", bias)):
         raise CheckpointError(
             f"attention_bias={quoted(bias)} in {CONFIG} is not what model_type={model_type!r} means; leave it out."
@@ -133,16 +143,17 @@ def _by_type(fields: Fields) -> dict[str, Any]:
     return made | _with_experts(fields) if "num_experts" in family.keys else made
 
 
-def _own(fields: Fields) -> dict[str, Any]:
-    own, entries = msgspec.structs.asdict(fields.attention_suite or OwnFields()), fields.attention_bias
+def _suite_fields(fields: Fields) -> dict[str, Any]:
+    settings, entries = msgspec.structs.asdict(fields.attention_suite or SuiteFields()), fields.attention_bias
     for name in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
         if getattr(fields, name):
-            raise CheckpointError(f"{name} in {CONFIG} has no place beside {OWN_TYPE}; leave it out.")
-    if entries not in (None, own["qkv_bias"]):
+            raise CheckpointError(f"{name} in {CONFIG} has no place beside {SUITE_TYPE}; leave it out.")
+    if entries not in (None, settings["qkv_bias"]):
         raise CheckpointError(
-            f"attention_bias={quoted(entries)} in {CONFIG} is not qkv_bias={quoted(own['qkv_bias'])} in {OWN_TYPE}."
+            f"attention_bias={quoted(entries)} in {CONFIG} is not "
+            f"qkv_bias={quoted(settings['qkv_bias'])} in {SUITE_TYPE}."
         )
-    return own
+    return settings
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:

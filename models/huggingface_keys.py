@@ -21,7 +21,7 @@ from .config import MOST_LAYERS, ModelConfig
 from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown, require_keys
 
 CONFIG = "config.json"
-OWN_TYPE = "attention_suite"
+SUITE_TYPE = "attention_suite"
 
 
 class RopeFields(msgspec.Struct, kw_only=True, rename={"kind": "type"}):
@@ -59,8 +59,8 @@ SHARED = {
 _READ_APART = ("rope_theta", "rope_scaling", "dtype", "param_dtype")
 _TYPES = get_type_hints(ModelConfig)
 # The other fields of ModelConfig, which stand under their names in a configuration of this project's own type.
-OwnFields = msgspec.defstruct(
-    "OwnFields",
+SuiteFields = msgspec.defstruct(
+    "SuiteFields",
     [
         (field.name, _TYPES[field.name], field.default)
         for field in dataclasses.fields(ModelConfig)
@@ -95,7 +95,7 @@ class Fields(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     architectures: list[str] | None = None
-    attention_suite: OwnFields | None = None  # pyright: ignore[reportInvalidTypeForm]  (made above)
+    attention_suite: SuiteFields | None = None  # pyright: ignore[reportInvalidTypeForm]  (made above)
     # sliding_rope is no key of the file: _split_rope makes it of Gemma 3's rope_parameters. The others are of some
     # families only (Family.keys).
     sliding_rope: RopeFields | None = None
@@ -200,7 +200,7 @@ FAMILIES = {
         _EXPERTS, _ROUTING | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
         (*_LOSS, "experts_per_token", "initial_context_length"), is_stored_alike=False,
     ),
-    OWN_TYPE: Family("", _NO_WINDOW, is_stored_alike=False),
+    SUITE_TYPE: Family("", _NO_WINDOW, is_stored_alike=False),
 }  # fmt: skip
 # A key that changes what is computed -> the values with which this transformer computes it (null beside them).
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -275,7 +275,7 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
         _split_rope(entries)
     for key in ("rope_scaling", "rope_parameters", "sliding_rope"):
         _check_nested(entries, key, RopeFields)
-    _check_nested(entries, OWN_TYPE, OwnFields)
+    _check_nested(entries, SUITE_TYPE, SuiteFields)
     require_keys(entries, Fields, CONFIG, "a configuration of this type has")
     return checked(entries, Fields, CONFIG)
 

@@ -87,8 +87,8 @@ class Placement:
 
     def state(self, update: optax.GradientTransformation, trained: Trained) -> Any:
         """The optimizer's first state, made where it lies."""
-        places = self.shardings(jax.eval_shape(update.init, trained))
-        return jax.jit(update.init, out_shardings=places)(trained)
+        state_shardings = self.shardings(jax.eval_shape(update.init, trained))
+        return jax.jit(update.init, out_shardings=state_shardings)(trained)
 
     def batch(self, batch: Batch) -> Batch:
         """The tokens of a step in their places. Raises ValueError where the mesh does not divide them."""
@@ -97,9 +97,9 @@ class Placement:
 
     def compiled_step(self, step: Step, trained: Trained, state: Any) -> Step:
         """The step under ``jax.jit``, whose results lie where ``trained`` and ``state`` do; these are donated."""
-        places = jax.tree.map(lambda x: x.sharding, (trained, state))
+        result_shardings = jax.tree.map(lambda x: x.sharding, (trained, state))
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere))
+        return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*result_shardings, everywhere))
 
 
 def place_on(sizes: MeshSizes, devices: Sequence[Any] | None = None) -> Placement:

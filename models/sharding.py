@@ -36,8 +36,10 @@ def parameter_sharding(
             both = both[:-1]
         return NamedSharding(mesh, PartitionSpec(both or None, None))
     axes = (rest, heads) if row.divided else (heads, rest)
-    places = (axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=True))
-    return NamedSharding(mesh, PartitionSpec(*places))
+    partitions = (
+        axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=True)
+    )
+    return NamedSharding(mesh, PartitionSpec(*partitions))
 
 
 def shardings(tree: Any, mesh: Mesh, *, heads: str | None, rest: str | None = None) -> Any:

@@ -117,15 +117,15 @@ def write_safetensors(
 
     The file appears under its name when it is whole. Raises ValueError for a value that was not announced so.
     """
-    places, end = {}, 0
+    offsets, end = {}, 0
     for name, shape in tensors.items():
         size = int(np.prod(shape)) * (4 if dtype == "float32" else 2)
-        places[name] = (end, end + size)
+        offsets[name] = (end, end + size)
         end += size
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     header |= {
-        name: {"dtype": _CODES[dtype], "shape": list(tensors[name]), "data_offsets": list(place)}
-        for name, place in places.items()
+        name: {"dtype": _CODES[dtype], "shape": list(tensors[name]), "data_offsets": list(span)}
+        for name, span in offsets.items()
     }
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -138,7 +138,7 @@ def write_safetensors(
                 raise ValueError(
                     f"{name!r} is {value.dtype}{list(value.shape)}; expected {dtype}{list(tensors[name])}."
                 )
-            file.seek(8 + len(raw) + places[name][0])
+            file.seek(8 + len(raw) + offsets[name][0])
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     unfinished.replace(path)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .cache import KVCache, Places, Slots, write, write_pages
+from .cache import KVCache, SlotMapping, Slots, write, write_pages
 
 
 def keep(cache: KVCache, drafted: int, path: Any, lengths: Any = None) -> KVCache:
@@ -60,7 +60,7 @@ def _move(
         if page_table is not None:
             pool, rows = (x.shape[0], x.shape[2]), jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
             to = start[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-            taken, placed = (Places.of(page_table, rows, at, at >= 0, pool) for at in (start[:, None] + path, to))
+            taken, placed = (SlotMapping.of(page_table, rows, at, at >= 0, pool) for at in (start[:, None] + path, to))
             return write_pages(x, x[taken.pages, :, taken.offsets], placed)
         taken = jnp.take_along_axis(x, (start[:, None] + path)[:, None, :, None], axis=2)
         return write(x, taken.swapaxes(1, 2), start)

@@ -78,9 +78,9 @@ def pydoc_prose() -> Corpus:
     parts: dict[bool, list[str]] = {True: [], False: []}
     for name in sorted(topics, key=lambda name: (not is_held_out(name), name)):
         for paragraph in topics[name].split("\n\n"):
-            words = " ".join(paragraph.split())  # quoted paragraphs differ in indentation
-            if words and words not in seen:
-                seen.add(words)
+            normalized = " ".join(paragraph.split())  # quoted paragraphs differ in indentation
+            if normalized and normalized not in seen:
+                seen.add(normalized)
                 parts[is_held_out(name)].append(paragraph.strip("\n") + "\n\n")
     train, held_out = (np.frombuffer("".join(parts[side]).encode(), np.uint8) for side in (False, True))
     return Corpus("pydoc_data.topics", train, held_out)

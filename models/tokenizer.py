@@ -74,11 +74,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def _from_json(path: Path) -> Tokenizer:
     library = _library("tokenizers", JSON)
-    found = _asked(path, lambda: library.Tokenizer.from_file(str(path)))
-    size = 1 + max(_asked(path, lambda: found.get_vocab(with_added_tokens=True)).values(), default=-1)
+    found = _checked(path, lambda: library.Tokenizer.from_file(str(path)))
+    size = 1 + max(_checked(path, lambda: found.get_vocab(with_added_tokens=True)).values(), default=-1)
 
     def encode(text: str) -> list[int]:
-        tokens = _asked(path, lambda: found.encode(text).ids)
+        tokens = _checked(path, lambda: found.encode(text).ids)
         if max(tokens, default=0) >= size:
             raise CheckpointError(
                 f"{str(path)!r} gives token {max(tokens)}, but its vocabulary ends at {size - 1}; "
@@ -89,8 +89,8 @@ def _from_json(path: Path) -> Tokenizer:
     return Tokenizer(size, encode, lambda tokens: found.decode(list(tokens), skip_special_tokens=True))
 
 
-def _asked(path: Path, ask: Callable[[], Any]) -> Any:
-    """What the library answers. Raises CheckpointError for what it raises, a panic of its Rust code included."""
+def _checked(path: Path, ask: Callable[[], Any]) -> Any:
+    """The result of a call of the library. Raises CheckpointError for its errors, panics of its Rust code included."""
     try:
         return ask()
     except BaseException as error:

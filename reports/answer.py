@@ -44,9 +44,9 @@ def installs(records: Iterable[Record]) -> list[str]:
     """A sentence for each backend that one install keeps from running: no reason of its own asks for another device."""
     lacking: dict[tuple[str, str], set[str]] = {}
     for record in records:
-        own = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
-        commands = [_INSTALL.search(reason) for reason in own]
-        if record.status == "unsupported" and own and all(commands):
+        reasons = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
+        commands = [_INSTALL.search(reason) for reason in reasons]
+        if record.status == "unsupported" and reasons and all(commands):
             command = next(found[0] for found in commands if found)
             lacking.setdefault((record.requested, command), set()).add(record.case)
     return [
@@ -59,11 +59,11 @@ def unmeasured(records: Sequence[Record]) -> list[str]:
     """A sentence for each function of the user that was not measured in some case: nothing else ran in its name."""
     found = []
     for name in dict.fromkeys(record.requested for record in records if is_reference(record.requested)):
-        own = [record for record in records if record.requested == name]
-        without = [record for record in own if record.status == "unsupported"]
+        requested = [record for record in records if record.requested == name]
+        without = [record for record in requested if record.status == "unsupported"]
         if without:
             reason = next(iter(without[0].reasons), without[0].error)
-            found.append(f"{name} is unsupported in {len(without)} of {plural(len(own), 'case')}: {reason}")
+            found.append(f"{name} is unsupported in {len(without)} of {plural(len(requested), 'case')}: {reason}")
     return found
 
 
@@ -135,10 +135,10 @@ def _sure(ranked: Sequence[Cell]) -> str:
         return "the next was measured in another session"
     if ratio.low is None:
         return f"{plural(ratio.count, 'round')}: too few to tell"
-    return FASTER if told_apart(ranked) else "no measurable difference to the next"
+    return FASTER if distinguishable(ranked) else "no measurable difference to the next"
 
 
-def told_apart(ranked: Sequence[Cell]) -> bool:
+def distinguishable(ranked: Sequence[Cell]) -> bool:
     """Whether the rounds that the first two cells share tell them apart."""
     ratio = _paired(ranked[1], ranked[0])
     return ratio is not None and bool(ratio.excludes(1.0))

@@ -27,37 +27,39 @@ def write_badges(records: Sequence[Record], folder: Path) -> list[Path]:
     """Write ``badge-<name>.json`` and ``.svg`` of each backend into ``folder``."""
     written = []
     for name in dict.fromkeys(record.requested for record in records):
-        own = [record for record in records if record.requested == name]
-        facts = badge(own)
+        backend_records = [record for record in records if record.requested == name]
+        facts = badge(backend_records)
         stem = folder / f"badge-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
-        for suffix, text in ((".json", json.dumps(facts, indent=1) + "\n"), (".svg", picture(facts, own))):
+        for suffix, text in ((".json", json.dumps(facts, indent=1) + "\n"), (".svg", picture(facts, backend_records))):
             write_text(path := stem.with_suffix(suffix), text)
             written.append(path)
     return written
 
 
-def badge(own: Sequence[Record]) -> dict[str, object]:
+def badge(records: Sequence[Record]) -> dict[str, object]:
     """The facts of one backend's badge."""
-    first = own[0]
-    problems = [record for record in own if record.case not in (TAKES, *VERDICTS) and record.status != "unsupported"]
+    first = records[0]
+    problems = [
+        record for record in records if record.case not in (TAKES, *VERDICTS) and record.status != "unsupported"
+    ]
     right = sum(record.status == "ok" for record in problems)
-    versions = versions_of(own)
+    versions = versions_of(records)
     return {
         "name": first.requested,
-        "code": first.environment.get("own", {}).get(first.requested) or first.environment.get("source", ""),
+        "code": first.environment.get("source_files", {}).get(first.requested) or first.environment.get("source", ""),
         "versions": {name: versions[name] for name in ("attnsuite", "jax", "python") if name in versions},
         "device": device_of(first),
-        "mode": next((record.mode for record in own if record.mode), None),
-        "date": date_of(own),
+        "mode": next((record.mode for record in records if record.mode), None),
+        "date": date_of(records),
         "right": right,
         "judged": len(problems),
-        "verdicts": {record.case: answer_of(record) for record in own if record.case in VERDICTS},
+        "verdicts": {record.case: answer_of(record) for record in records if record.case in VERDICTS},
     }
 
 
-def picture(facts: Mapping[str, object], own: Sequence[Record]) -> str:
+def picture(facts: Mapping[str, object], records: Sequence[Record]) -> str:
     """One line of SVG: the name, right or wrong, and the verdicts that are yes."""
-    answers = [(record.case, answer_of(record)) for record in own]
+    answers = [(record.case, answer_of(record)) for record in records]
     right = "not judged" if not facts["judged"] else "right" if facts["right"] == facts["judged"] else "wrong"
     parts = [(str(facts["name"]), "#374151"), (right, {"right": _GREEN, "wrong": _RED}.get(right, _GREY))]
     parts += [(name.replace("_", " "), _GREEN) for name in VERDICTS if (name, "yes") in answers]

@@ -53,9 +53,9 @@ class Figure:
     relative: bool = False
     untimed: bool = False
 
-    def column(self, **words: str) -> Column:
+    def column(self, **values: str) -> Column:
         """The column of a page."""
-        return Column(self.name, self.header.format(**words), self.on_page)
+        return Column(self.name, self.header.format(**values), self.on_page)
 
     def read(self, cell: Cell) -> Value:
         """The value, None where the cell has none."""

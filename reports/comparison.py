@@ -19,7 +19,7 @@ from .read import Run, load
 from .regressions import Limits, Regression, against_control, control_of, regressions, timed
 from .table import MILLI, Column, table
 
-_ABSENT = "absent"
+_NOT_RECORDED = "absent"
 _SOURCE = ("source digest", "git revision")
 
 
@@ -77,8 +77,8 @@ def _origins(first: Run, second: Run) -> list[str]:
     names = list(dict.fromkeys([*facts[0], *facts[1]]))
     columns = (
         Column("what", "what", lambda name: name),
-        Column("a", "run A", lambda name: facts[0].get(name, _ABSENT)),
-        Column("b", "run B", lambda name: facts[1].get(name, _ABSENT)),
+        Column("a", "run A", lambda name: facts[0].get(name, _NOT_RECORDED)),
+        Column("b", "run B", lambda name: facts[1].get(name, _NOT_RECORDED)),
     )
     warned = [_source(*facts)]
     devices = [fact["device"] for fact in facts]
@@ -122,7 +122,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     facts = {
         "source digest": ", ".join(digests),
         "git revision": ", ".join(revisions),
-        **{f"digest of {name}": " and ".join(values) for name, values in _named(records, "own").items()},
+        **{f"digest of {name}": " and ".join(values) for name, values in _named(records, "source_files").items()},
         "device": ", ".join(environment.by_device(records)),
         "date": environment.date_of(records),
         "suite": ", ".join(sorted({record.suite for record in records})),
@@ -134,7 +134,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _named(records: Sequence[Record], what: Literal["flags", "own"]) -> dict[str, list[str]]:
+def _named(records: Sequence[Record], what: Literal["flags", "source_files"]) -> dict[str, list[str]]:
     """Each environment variable that changes what is computed, or each file of a user's rows: its values."""
     found: dict[str, set[str]] = {}
     for record in records:
@@ -180,8 +180,8 @@ def _speeds(before: Mapping[str, Record], after: Mapping[str, Record], shared: S
 
 
 def _reading(ratio: Interval) -> str:
-    words = {None: "too few samples", False: "no measurable difference"}
-    return words.get(ratio.excludes(1.0), "B slower" if ratio.value > 1 else "B faster")
+    labels = {None: "too few samples", False: "no measurable difference"}
+    return labels.get(ratio.excludes(1.0), "B slower" if ratio.value > 1 else "B faster")
 
 
 def _statuses(before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str]) -> list[str]:
@@ -202,8 +202,8 @@ def _state(record: Record) -> str:
     return ", ".join(part for part in (record.status, record.mode, ran) if part)
 
 
-def _missing(there: str, keys: set[str], absent: str) -> list[str]:
+def _missing(there: str, keys: set[str], other: str) -> list[str]:
     if not keys:
         return []
     listed = "\n".join(f"- {escape(key)}" for key in sorted(keys, key=cases.natural))
-    return [f"## Only in run {there}", f"{plural(len(keys), 'cell')} of run {there} not in run {absent}:\n\n{listed}"]
+    return [f"## Only in run {there}", f"{plural(len(keys), 'cell')} of run {there} not in run {other}:\n\n{listed}"]

@@ -11,7 +11,7 @@ from attnsuite.suite.record import Record
 from .formatting import TIMES, plural, shorten
 from .table import Column, Table, table
 
-_SHOWN_VALUES = 3
+_LISTED_VALUES = 3
 _PACKAGES = ("jax", "jaxlib", "python", "numpy", "scipy", "kvax", "triton", "libtpu")
 _STEADY = ("versions", "source", "git_revision", "flags", "platform", "cpu", "cores", "device_kind", "device_count")
 _COLUMNS = (Column("what", "what", lambda row: row[0]), Column("value", "value", lambda row: row[1]))
@@ -106,8 +106,8 @@ def _several(name: str, values: Sequence[object]) -> str:
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(values) > 1 and len(numbers) == len(values):
         return f"{_readable(name, min(numbers))} to {_readable(name, max(numbers))}"
-    shown = "; ".join(shorten(_readable(name, value)) for value in values[:_SHOWN_VALUES])
-    return shown if len(values) <= _SHOWN_VALUES else f"{shown}; and {len(values) - _SHOWN_VALUES} other values"
+    listed = "; ".join(shorten(_readable(name, value)) for value in values[:_LISTED_VALUES])
+    return listed if len(values) <= _LISTED_VALUES else f"{listed}; and {len(values) - _LISTED_VALUES} other values"
 
 
 def _readable(name: str, value: object) -> str:

@@ -102,10 +102,10 @@ def _speed_of_kind(kind: str, heading: str, timed: Sequence[Cell]) -> Iterator[T
     rates = [cell.speed.flops_rate or 0.0 for cell in timed if cell.speed]
     unit, size = ("TFLOP/s", 1e12) if max(rates) >= 1e13 else ("GFLOP/s", 1e9)
     phase = f"{kinds.phase_of(kind)} " if kinds.phase_of(kind) in ("prefill", "decode") else ""
-    words = {"baseline": kinds.kind_of(kind).baseline, "phase": phase, "flops": unit}
+    labels = {"baseline": kinds.kind_of(kind).baseline, "phase": phase, "flops": unit}
     figures = FIGURES | {"flops_per_second": dataclasses.replace(FIGURES["flops_per_second"], scale=1 / size)}
     times, others = (
-        [figure.column(**words) for figure in figures.values() if figure.table == part] for part in ("times", "rates")
+        [figure.column(**labels) for figure in figures.values() if figure.table == part] for part in ("times", "rates")
     )
     lead = (PROBLEM, BACKEND)
     yield table(f"speed_{kind}", heading, (*lead, EXACT, *times), timed)
@@ -139,10 +139,10 @@ def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
     """One table for each kind of case; every column is named after its method."""
     made = []
     for kind, heading, cells in by_kind(groups):
-        shown = [cell for cell in cells if shows_memory(cell.record) and _known_sizes(cell.record)]
-        if not shown:
+        selected = [cell for cell in cells if shows_memory(cell.record) and _known_sizes(cell.record)]
+        if not selected:
             continue
-        others = sorted({name for cell in shown for name in _known_sizes(cell.record)} - set(MEMORY_METHODS))
+        others = sorted({name for cell in selected for name in _known_sizes(cell.record)} - set(MEMORY_METHODS))
         columns = (
             PROBLEM,
             BACKEND,
@@ -155,7 +155,7 @@ def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
             ),
             *(_size(name, f"{name.replace('_', ' ')} (MiB)") for name in others),
         )
-        made.append(table(f"memory_{kind}", heading, columns, shown))
+        made.append(table(f"memory_{kind}", heading, columns, selected))
     return tuple(made)
 
 

@@ -77,18 +77,18 @@ def code(text: str) -> str:
     return f"`{plain}`" if plain and plain.isprintable() and not set(plain) & set("`|\\") else escape(plain)
 
 
-def command_line(words: Iterable[str]) -> str:
-    r"""The words as a shell takes them, on one line.
+def command_line(arguments: Iterable[str]) -> str:
+    r"""The arguments as a shell takes them, on one line.
 
     >>> print(command_line(["attnsuite", "run", "--suite", "my suite.toml", "it's\n"]))
     attnsuite run --suite 'my suite.toml' $'it\x27s\x0a'
     """
-    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+    return " ".join(shlex.quote(argument) if argument.isprintable() else _escaped(argument) for argument in arguments)
 
 
-def _escaped(word: str) -> str:
+def _escaped(argument: str) -> str:
     plain = frozenset(range(32, 127)) - frozenset(b"'\\")
-    return "$'" + "".join(chr(b) if b in plain else f"\\x{b:02x}" for b in word.encode()) + "'"
+    return "$'" + "".join(chr(b) if b in plain else f"\\x{b:02x}" for b in argument.encode()) + "'"
 
 
 def shorten(text: str, length: int = 240) -> str:

@@ -65,13 +65,13 @@ def _embed(tokens: Sequence[Token], pictures: Mapping[str, str]) -> None:
 
 def _fold(tokens: Sequence[Token]) -> list[Token]:
     """Let the lines that fold a part of a page be HTML. Foreign text is no such line: its brackets are escaped."""
-    kept: list[Token] = []
+    folded: list[Token] = []
     for token in tokens:
-        kept.append(token)
-        if token.type == "paragraph_close" and (found := _DETAILS.fullmatch(kept[-2].content)):
+        folded.append(token)
+        if token.type == "paragraph_close" and (found := _DETAILS.fullmatch(folded[-2].content)):
             summary = f"<details><summary>{html.escape(found[1])}</summary>\n" if found[1] else "</details>\n"
-            kept[-3:] = [Token("html_block", "", 0, content=summary)]
-    return kept
+            folded[-3:] = [Token("html_block", "", 0, content=summary)]
+    return folded
 
 
 def _name_headings(tokens: Sequence[Token]) -> list[tuple[str, str]]:
@@ -79,9 +79,9 @@ def _name_headings(tokens: Sequence[Token]) -> list[tuple[str, str]]:
     named: list[tuple[str, str]] = []
     for opening, content in itertools.pairwise(tokens):
         if opening.type == "heading_open" and opening.tag == "h2":
-            words = re.sub(r"[^a-z0-9]+", "-", content.content.lower()).strip("-")
+            slug = re.sub(r"[^a-z0-9]+", "-", content.content.lower()).strip("-")
             used = {name for name, _ in named}
-            name = words if words not in used else f"{words}-{len(named) + 1}"
+            name = slug if slug not in used else f"{slug}-{len(named) + 1}"
             opening.attrSet("id", name)
             named.append((name, content.content))
     return named
@@ -89,11 +89,11 @@ def _name_headings(tokens: Sequence[Token]) -> list[tuple[str, str]]:
 
 def _span_merged_rows(tokens: Sequence[Token]) -> list[Token]:
     """The first cell of a row spans the rows below whose first cell is empty, because they repeat it."""
-    kept: list[Token] = []
+    merged: list[Token] = []
     spanning: Token | None = None
     position = 0
     while position < len(tokens):
-        kept.append(tokens[position])
+        merged.append(tokens[position])
         starts_row = tokens[position].type == "tr_open" and tokens[position + 1].type == "td_open"
         if starts_row and not tokens[position + 2].content and spanning is not None:
             spanning.attrSet("rowspan", str(int(spanning.attrGet("rowspan") or 1) + 1))
@@ -102,7 +102,7 @@ def _span_merged_rows(tokens: Sequence[Token]) -> list[Token]:
             spanning = tokens[position + 1]
             spanning.attrSet("class", "first")
         position += 1
-    return kept
+    return merged
 
 
 def _keep_together(tokens: Sequence[Token]) -> None:

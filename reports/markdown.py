@@ -81,8 +81,8 @@ def _cell(values: tuple[Value, ...], previous: tuple[Value, ...], place: int, ta
     merged = all(column.merge for column in table.columns[:leading])
     if merged and previous and values[:leading] == previous[:leading]:
         return ""
-    shown = show(values[place])
-    return f"**{shown}**" if shown.split(":")[0] in _LOUD else shown
+    text = show(values[place])
+    return f"**{text}**" if text.split(":")[0] in _LOUD else text
 
 
 def _is_text(table: Table, key: str) -> bool:

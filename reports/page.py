@@ -44,8 +44,8 @@ def section(
     ``made`` gives one table, or several things.
     """
 
-    def of(shown: Any) -> Iterator[Section]:
-        found = made(shown)
+    def of(subject: Any) -> Iterator[Section]:
+        found = made(subject)
         several: Any = (found,) if isinstance(found, Table) else tuple(found or ())
         if several:
             yield Section(key, title, (intro,) if intro else (), **{content: several}, short=short)

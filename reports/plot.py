@@ -237,10 +237,10 @@ def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:
     axis.set_xscale("log", base=2)
     if panel.log_y:
         axis.set_yscale("log")
-    places = sorted({x for _, points in panel.lines for x, _ in points})
-    if not all(float(x).is_integer() for x in places):  # measured shares differ a little from line to line
-        places = [2.0**n for n in range(math.floor(math.log2(places[0])), math.ceil(math.log2(places[-1])) + 1)]
-    axis.set_xticks(places, [f"{x:g}" for x in places])
+    ticks = sorted({x for _, points in panel.lines for x, _ in points})
+    if not all(float(x).is_integer() for x in ticks):  # measured shares differ a little from line to line
+        ticks = [2.0**n for n in range(math.floor(math.log2(ticks[0])), math.ceil(math.log2(ticks[-1])) + 1)]
+    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.set_title(panel.title)
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(panel.y_label)
@@ -253,11 +253,11 @@ def _panel(title: str, groups: Sequence[Group]) -> Panel | None:
         for cell in group.cells:
             if (rate := _flops(cell)) is not None:
                 lines.setdefault(cell.label, []).append((int(group.problem["sequence"]), rate / _GIGA))
-    kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
-    if not kept:
+    curves = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
+    if not curves:
         return None
     roof = matmul_peak(groups[0].cells[0].record)
-    return Panel(title, kept, None if roof is None else roof / _GIGA)
+    return Panel(title, curves, None if roof is None else roof / _GIGA)
 
 
 def _flops(cell: Cell) -> float | None:

@@ -13,7 +13,7 @@ from .formatting import plural
 from .page import Section
 from .table import Column, table
 
-TOLD = (
+EXPLANATION = (
     "\u201cSame bits\u201d: a second run gave the same bits in the output and in every gradient; nothing stands there "
     "where a call takes over a second. The other columns are read from the text of the compiled program. Each product "
     "is shown with the dtypes of its operands and the dtype that it accumulates into; a kernel is opaque there. "
@@ -40,10 +40,10 @@ def programs(groups: Sequence[Group], *, targets: bool = False) -> Iterator[Sect
         *(Column(name, name, lambda cell, name=name: _beside(_read(cell), name)) for name in _COUNTED),
         Column("bytes_over_by_hand", "bytes relative to by hand", lambda cell: _bytes_over_by_hand(_read(cell))),
     )
-    shown = [cell for cell in cells_of(groups) if _is_read(cell.record)]
-    if shown:
-        made = table("programs", "", columns, shown)
-        yield Section("programs", "Programs", (TOLD,), tables=(made,), folded=plural(len(shown), "program"))
+    selected = [cell for cell in cells_of(groups) if _is_read(cell.record)]
+    if selected:
+        made = table("programs", "", columns, selected)
+        yield Section("programs", "Programs", (EXPLANATION,), tables=(made,), folded=plural(len(selected), "program"))
 
 
 def _is_read(record: Record) -> bool:
@@ -63,11 +63,11 @@ def _beside(read: ProgramText, name: str) -> str | None:
     """A count of the program, and in parentheses that of the library's own call."""
     if read.operations is None:
         return None
-    own = str(getattr(read.operations, name))
-    return own if read.by_hand is None else f"{own} ({getattr(read.by_hand, name)})"
+    count = str(getattr(read.operations, name))
+    return count if read.by_hand is None else f"{count} ({getattr(read.by_hand, name)})"
 
 
 def _bytes_over_by_hand(read: ProgramText) -> float | None:
     both = [each.bytes_accessed for each in (read.operations, read.by_hand) if each is not None]
-    own, other = both if len(both) == 2 else (None, None)
-    return own / other if own and other else None
+    ours, other = both if len(both) == 2 else (None, None)
+    return ours / other if ours and other else None

@@ -48,9 +48,9 @@ def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
     """The recorded figures, one table for each kind of case, at most five figures wide."""
     made = []
     for kind, heading, cells in by_kind(groups):
-        shown = [cell for cell in cells if shows_quality(cell)]
+        selected = [cell for cell in cells if shows_quality(cell)]
         names = list(
-            dict.fromkeys(name for cell in shown for name in cell.record.quality if not name.startswith(_RECOMPUTED))
+            dict.fromkeys(name for cell in selected for name in cell.record.quality if not name.startswith(_RECOMPUTED))
         )
         recorded = [
             Column(name, name.replace("_", " "), lambda cell, name=name: cell.record.quality.get(name))
@@ -60,7 +60,7 @@ def figures(groups: Sequence[Group]) -> tuple[Table, ...]:
             cache = [] if start else [FIGURES["kv_bytes_per_token"].column()]
             columns = (*_LEADS, *recorded[start : start + _PER_TABLE], *cache, Column("validity", "validity", validity))
             title = heading if start == 0 else f"{heading}, continued"
-            made.append(table(f"quality_{kind}_{start // _PER_TABLE + 1}", title, columns, shown))
+            made.append(table(f"quality_{kind}_{start // _PER_TABLE + 1}", title, columns, selected))
     return tuple(made)
 
 
@@ -75,12 +75,12 @@ class Series:
 
 def series_of(cell: Cell) -> list[Series]:
     """The series of a cell, each paired with ``standard_<name>`` of the same cell, else with the standard cell's."""
-    own = cell.record.series
-    paired = {name.removeprefix(_PAIRED): values for name, values in own.items() if name.startswith(_PAIRED)}
+    recorded = cell.record.series
+    paired = {name.removeprefix(_PAIRED): values for name, values in recorded.items() if name.startswith(_PAIRED)}
     if not paired and cell.standard is not None and not cell.is_baseline:
         paired = cell.standard.series
     found = []
-    for name, values in own.items():
+    for name, values in recorded.items():
         mean = statistics.mean(values)
         if mean is not None and not name.startswith(_PAIRED) and name not in _COORDINATES:
             against = paired.get(name, ()) if cell.label != STANDARD and name not in _TIMES else ()
@@ -103,7 +103,7 @@ def series(groups: Sequence[Group]) -> tuple[Table, ...]:
 
 
 def _reading(cell: Cell, one: Series) -> str | None:
-    words = {None: "too few pairs for an interval", False: "no measurable difference", True: "differs"}
+    labels = {None: "too few pairs for an interval", False: "no measurable difference", True: "differs"}
     if validity(cell) == INVALID:
         return INVALID
-    return words[one.difference.excludes(0.0)] if one.difference else None
+    return labels[one.difference.excludes(0.0)] if one.difference else None

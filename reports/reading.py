@@ -19,9 +19,9 @@ def counts(cells: Sequence[Cell]) -> str:
     """The number of cells, in all and by status."""
     modes = Counter(cell.record.mode for cell in cells if cell.record.status == "ok")
     statuses = Counter(cell.record.status for cell in cells if cell.record.status != "ok")
-    words = {"native": "ran natively", "fallback": "ran as a fallback", "interpret": "ran in an interpreter",
+    phrases = {"native": "ran natively", "fallback": "ran as a fallback", "interpret": "ran in an interpreter",
              "compile": "compiled for a device that is not here", None: "ok with no mode recorded"}  # fmt: skip
-    parts = [f"{modes[mode]} {phrase}" for mode, phrase in words.items() if modes[mode]]
+    parts = [f"{modes[mode]} {phrase}" for mode, phrase in phrases.items() if modes[mode]]
     parts += [f"{count} {status}" for status, count in sorted(statuses.items())]
     return f"{plural(len(cells), 'cell')}: {', '.join(parts)}."
 
@@ -48,9 +48,9 @@ def refused(groups: Sequence[Group], numbers: Mapping[str, str]) -> list[str]:
     for reason, name in numbers.items():
         touched = [cell for cell in cells if reason in cell.record.reasons]
         backends = list(dict.fromkeys(cell.record.requested for cell in touched))
-        asked = ", ".join(code(backend) for backend in backends)
+        requested = ", ".join(code(backend) for backend in backends)
         text = reason.removeprefix(f"{backends[0]}: ") if len(backends) == 1 else reason
-        sentences.append(f"**{name}** {asked} in {_cases(touched, groups)}: {escape(text)} *{_instead(touched)}*")
+        sentences.append(f"**{name}** {requested} in {_cases(touched, groups)}: {escape(text)} *{_instead(touched)}*")
     return sentences
 
 
@@ -62,11 +62,13 @@ def ran_nowhere(groups: Sequence[Group]) -> list[str]:
     every = [cell.record for cell in cells_of(groups)]
     lines: dict[str, list[str]] = {}
     for name in dict.fromkeys(record.requested for record in every):
-        asked = [record for record in every if record.requested == name]
-        if any(record.resolved == name and record.mode in ("native", "compile") for record in asked):
+        requested = [record for record in every if record.requested == name]
+        if any(record.resolved == name and record.mode in ("native", "compile") for record in requested):
             continue
-        own = [{r.removeprefix(f"{name}: ") for r in record.reasons if r.startswith(f"{name}: ")} for record in asked]
-        if shared := sorted(set.intersection(*own)):
+        reasons = [
+            {r.removeprefix(f"{name}: ") for r in record.reasons if r.startswith(f"{name}: ")} for record in requested
+        ]
+        if shared := sorted(set.intersection(*reasons)):
             text = " ".join(f"{reason.split('; ')[0].rstrip('.')}." for reason in shared)
             lines.setdefault(text, []).append(code(name))
     return [f"{', '.join(names)}: {escape(reason)}" for reason, names in lines.items()]
@@ -112,14 +114,14 @@ def model_quality(groups: Sequence[Group]) -> list[str]:
     """What approximate backends lose, from the paired differences; a case that can show no loss says so."""
     sentences = []
     for group in groups:
-        shown = [cell for cell in group.cells if quality.shows_quality(cell)]
-        if any(quality.validity(cell) == quality.INVALID for cell in shown):
+        selected = [cell for cell in group.cells if quality.shows_quality(cell)]
+        if any(quality.validity(cell) == quality.INVALID for cell in selected):
             sentences.append(
                 f"**{escape(group.case)}**: INVALID, the dense model is no better than unigram frequencies, "
                 "so nothing can be lost here."
             )
             continue
-        sentences += [sentence for cell in shown if cell.record.exact is False for sentence in _loss(cell)]
+        sentences += [sentence for cell in selected if cell.record.exact is False for sentence in _loss(cell)]
     return sentences
 
 

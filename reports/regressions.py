@@ -98,8 +98,8 @@ def regressions(before: Runs, after: Runs, limits: Limits) -> tuple[Regression, 
             "--fail-on: the two runs share no cell (a cell is a case, a backend, a device and a mode); "
             "compare runs of the same suite on the same device."
         )
-    asked = [what for what in get_args(What) if what in limits.allowed]
-    return tuple(each for what in asked for each in _FOUND[what](before, after, shared, limits.allowed[what]))
+    requested = [what for what in get_args(What) if what in limits.allowed]
+    return tuple(each for what in requested for each in _FOUND[what](before, after, shared, limits.allowed[what]))
 
 
 def timed(before: Runs, after: Runs) -> list[str]:
@@ -170,12 +170,12 @@ def _slower(before: Runs, after: Runs, _: Sequence[str], share: float) -> list[R
                 ("its time relative to its control", (second, first, *sides), share),
                 ("its time", (second, allowed), share / 2),
             ]
-        if sentence := _told(needed, level):
+        if sentence := _describe_slowdown(needed, level):
             found.append(Regression("slower", key, f"{sentence} (allowed: {number(1 + share)})"))
     return [*_whole(before, after, plain, share), *found]
 
 
-def _told(needed: Sequence[tuple[str, tuple[Sequence[float], ...], float]], level: float) -> str:
+def _describe_slowdown(needed: Sequence[tuple[str, tuple[Sequence[float], ...], float]], level: float) -> str:
     """How much slower a cell is, if each ratio (a name, its samples, a share) says so; else empty."""
     sentence = []
     for name, samples, least in needed:

@@ -123,9 +123,9 @@ def series(runs: Sequence[Entry]) -> tuple[Series, ...]:
             if key in run and same_problem(run[key], latest[key])
         ]
         relative = sum(is_relative for _, (_, is_relative) in found) * 2 > len(found)
-        kept = [(at, value) for at, (value, is_relative) in found if is_relative == relative]
+        comparable = [(at, value) for at, (value, is_relative) in found if is_relative == relative]
         made.append(
-            Series(cases.title(latest[key]), label(latest[key]), relative, *map(tuple, zip(*kept, strict=True)))
+            Series(cases.title(latest[key]), label(latest[key]), relative, *map(tuple, zip(*comparable, strict=True)))
         )
     return tuple(made)
 
@@ -182,10 +182,10 @@ def _differs(before: Entry, after: Entry) -> str:
         sentence.append(
             f"source {new.get('source', 'not recorded')} (revision {new.get('git_revision') or 'not known'})"
         )
-    for name, own in (("versions", ""), ("own", "file of "), ("flags", "")):
+    for name, prefix in (("versions", ""), ("source_files", "file of "), ("flags", "")):
         there, here = old.get(name, {}), new.get(name, {})
         sentence += [
-            f"{own}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
+            f"{prefix}{key} {there.get(key, 'absent')} to {here.get(key, 'absent')}"
             for key in dict.fromkeys((*there, *here))
             if there.get(key) != here.get(key)
         ]
@@ -197,19 +197,19 @@ def _cells(found: Sequence[Series]) -> str:
         Column("case", "case", lambda each: each.case, merge=True),
         Column("backend", "backend", lambda each: each.backend),
         Column("runs", "runs", lambda each: len(each.values)),
-        Column("first", "first", lambda each: _shown(each, each.values[0])),
-        Column("last", "last", lambda each: _shown(each, each.values[-1])),
+        Column("first", "first", lambda each: _format_value(each, each.values[0])),
+        Column("last", "last", lambda each: _format_value(each, each.values[-1])),
         Column("trend", "trend (low is fast)", lambda each: _trend(each.values)),
     )
     return render_table(table("cells", "", columns, found))
 
 
-def _shown(each: Series, value: float) -> str:
+def _format_value(each: Series, value: float) -> str:
     return number(value) if each.relative else f"{number(value * MILLI)} ms"
 
 
 def _trend(values: Sequence[float]) -> str:
     """A bar per run, the last forty. Their whole height is at least a tenth of the value, so that noise looks flat."""
-    shown = np.log(values[-40:])
-    spread = max(float(np.ptp(shown)), math.log(1.1))
-    return "".join(_BARS[min(7, int(8 * (value - shown.min()) / spread))] for value in shown)
+    logs = np.log(values[-40:])
+    spread = max(float(np.ptp(logs)), math.log(1.1))
+    return "".join(_BARS[min(7, int(8 * (value - logs.min()) / spread))] for value in logs)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from . import cases
-from .answer import exact_speeds, told_apart
+from .answer import distinguishable, exact_speeds
 from .cells import Group
 from .plot import Picture, Square, Winners
 
@@ -43,17 +43,17 @@ def _map(title: str, members: Sequence[Group]) -> Winners | None:
     if across is None:
         return None
     varying = [name for name in _fields(members) if name != across and len(_values(members, name)) > 1]
-    places = [_place(member, across, varying) for member in members]
+    positions = [_place(member, across, varying) for member in members]
     rows = [
         row
-        for row in _distinct(place.row for place in places)
-        if len({place.column for place in places if place.row == row}) >= _FEWEST
+        for row in _distinct(place.row for place in positions)
+        if len({place.column for place in positions if place.row == row}) >= _FEWEST
     ]
-    kept = [place for place in places if place.row in rows]
-    columns = _distinct(place.column for place in kept)
+    selected = [place for place in positions if place.row in rows]
+    columns = _distinct(place.column for place in selected)
     if len(rows) < _FEWEST:
         return None
-    squares = {(columns.index(place.column), rows.index(place.row)): place.member for place in reversed(kept)}
+    squares = {(columns.index(place.column), rows.index(place.row)): place.member for place in reversed(selected)}
     drawn = tuple(_square(*at, member) for at, member in sorted(squares.items(), key=lambda item: item[0]))
     return Winners(title, across.replace("_", " "), tuple(columns), tuple(rows), drawn)
 
@@ -69,16 +69,16 @@ def _across(members: Sequence[Group]) -> str | None:
 
 def _place(member: Group, across: str, varying: Sequence[str]) -> _Place:
     problem = member.problem
-    shown = {name: problem.get(name) for name in varying}
-    if shown.keys() & set(_LAYOUT) and across not in _LAYOUT:
-        shown |= {name: problem.get(name) for name in _LAYOUT}
-    row = cases.describe(member.kind, shown) or "otherwise plain"
+    described = {name: problem.get(name) for name in varying}
+    if described.keys() & set(_LAYOUT) and across not in _LAYOUT:
+        described |= {name: problem.get(name) for name in _LAYOUT}
+    row = cases.describe(member.kind, described) or "otherwise plain"
     return _Place(str(problem.get(across)), row, member)
 
 
 def _square(column: int, row: int, member: Group) -> Square:
     ranked = exact_speeds(member)
-    unclear = len(ranked) > 1 and not told_apart(ranked)
+    unclear = len(ranked) > 1 and not distinguishable(ranked)
     return Square(column, row, ranked[0].label, ranked[1].label if unclear else None)
 
 

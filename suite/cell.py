@@ -89,7 +89,7 @@ class Timed(Protocol):
     call: int
 
     @property
-    def kept(self) -> Any:
+    def saved_outputs(self) -> Any:
         """The outputs of call ``call`` of the last sample."""
         ...
 

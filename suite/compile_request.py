@@ -76,10 +76,10 @@ def _ops(flags: Any) -> tuple[OpCase | ModelCase, ...]:
         return ()
     found = shipped(_SUITE) if flags.suite in (None, _SUITE) else find_suite(flags.suite)
     chosen = found.cases if flags.cases is None else select(found.cases, names_of(flags.cases, "--cases"))
-    kept = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
-    if not kept:
+    compilable = tuple(_one_step(case) for case in chosen if isinstance(case, OpCase | ModelCase))
+    if not compilable:
         raise InputError(f"suite {found.name} has no case that can be compiled without data; use op and model cases.")
-    return kept
+    return compilable
 
 
 def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
@@ -107,10 +107,10 @@ def _cells(flags: Any) -> tuple[ModelCase, ...]:
 
 def _searches(flags: Any, cells: tuple[ModelCase, ...]) -> tuple[tuple[str, ModelCase], ...]:
     """Cases whose longest length is to be searched, and those of ``cells`` whose largest batch is, if it is."""
-    asked = names_of(flags.longest, "--longest") if flags.longest is not None else ()
-    phases = [name for name in asked if name != _BATCH]
+    requested = names_of(flags.longest, "--longest") if flags.longest is not None else ()
+    phases = [name for name in requested if name != _BATCH]
     lengths = [("sequence", base) for base in (_bases(phases, flags) if phases else ())]
-    return (*lengths, *(("batch", cell) for cell in cells if _BATCH in asked))
+    return (*lengths, *(("batch", cell) for cell in cells if _BATCH in requested))
 
 
 def _bases(phases: Sequence[str], flags: Any) -> tuple[ModelCase, ...]:
@@ -161,7 +161,7 @@ def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid 
         return None
     target = Target.named(VERDICT_TARGET)
     interpreted = {(record.case, record.requested) for record in records if record.mode == "interpret"}
-    asked = [
+    pairs = [
         (case, row)
         for case in request.cases
         for row in request.backends
@@ -170,11 +170,11 @@ def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid 
         and isinstance(registry.get(row), CompilesKernels)
         and support(registry.get(row), spec_of(case), target, "compile")
     ]
-    if not asked:
+    if not pairs:
         return None
-    cases, rows = tuple(dict.fromkeys(case for case, _ in asked)), tuple(dict.fromkeys(row for _, row in asked))
+    cases, rows = tuple(dict.fromkeys(case for case, _ in pairs)), tuple(dict.fromkeys(row for _, row in pairs))
     out = request.out / VERDICT_TARGET
-    words = ("--suite", "quick", "--cases", ",".join(case.name for case in cases), "--backends", ",".join(rows))
+    arguments = ("--suite", "quick", "--cases", ",".join(case.name for case in cases), "--backends", ",".join(rows))
     return CompileGrid(
         cases=cases,
         backends=rows,
@@ -182,7 +182,7 @@ def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid 
         out=out,
         limits=request.limits,
         cache=default_cache(),
-        command=("attnsuite", "compile", *words, "--targets", VERDICT_TARGET, "--out", str(out)),
+        command=("attnsuite", "compile", *arguments, "--targets", VERDICT_TARGET, "--out", str(out)),
     )
 
 

@@ -106,8 +106,8 @@ def processes() -> int:
 def compile_all(grid: CompileGrid, watcher: GridWatcher, fleet: FleetRequest | None = None) -> None:
     """Compile everything and write the records. Raises InputError where the directory holds records already."""
     if fleet is not None:
-        if own := [name for name in grid.backends if is_reference(name)]:
-            raise InputError(f"{own[0]} is a file of this machine alone; leave out --executor.")
+        if references := [name for name in grid.backends if is_reference(name)]:
+            raise InputError(f"{references[0]} is a file of this machine alone; leave out --executor.")
         if grid.searches:
             raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
     execute(grid, watcher, fleet)
@@ -163,8 +163,11 @@ class _Compiler:
         yours = files_of(request.backends)
         self._process, self._confined = _Process(target, request, ()), _Process(target, request, yours)
         self._records: dict[str, Record] = {}
-        own = digests(request.backends)
-        self._context = dataclasses.replace(context, environment=_environment(target) | ({"own": own} if own else {}))
+        source_files = digests(request.backends)
+        environment = _environment(target)
+        if source_files:
+            environment["source_files"] = source_files
+        self._context = dataclasses.replace(context, environment=environment)
 
     def records(self) -> Iterator[Record]:
         """Every cell once: the cases in order, then the sizes that the searches try."""
@@ -202,23 +205,23 @@ class _Compiler:
         self._context.watcher.doing(cell.case, cell.row, f"for {self._target}")
         cache = self._request.cache / "schedules" if self._request.schedule else self._request.cache
         path = compile_cache.path_of(cache, cell, self._target, self._context.environment)
-        own = is_reference(cell.row)  # what its file imports may have changed
-        record = None if own else compile_cache.find(path, cell.key)
+        is_user_function = is_reference(cell.row)  # what its file imports may have changed
+        record = None if is_user_function else compile_cache.find(path, cell.key)
         if record is None:
             record, lasting = self._compile(cell)
-            if lasting and not own:
+            if lasting and not is_user_function:
                 compile_cache.keep(path, record)
         self._records[cell.key] = record
         yield record
 
     def _compile(self, cell: Cell) -> tuple[Record, bool]:
         """The record of a cell, and whether compiling again would give the same record."""
-        own = is_reference(cell.row)
-        process = self._confined if own else self._process
+        is_user_function = is_reference(cell.row)
+        process = self._confined if is_user_function else self._process
         each, seconds = Running(cell, process), self._context.limits.seconds
         call = (compiled, make_case(cell.problem), cell.row, self._target, process.dump)
         try:
-            notes = () if not own or each.ask(seconds, work.confined) else (work.UNCONFINED,)
+            notes = () if not is_user_function or each.ask(seconds, work.confined) else (work.UNCONFINED,)
             outcome = outcome_of(each.ask(seconds, *call))
             each.outcome = dataclasses.replace(outcome, notes=(*outcome.notes, *notes))
             lasting = each.outcome.status != "unsupported"

@@ -47,8 +47,8 @@ class DeviceRun:
         yield f"device:  {self.target}; backends: {', '.join(self.suite.backends)}"
         yield f"1. the contract: {len(self.judgement.cases)} problems on each backend"
         for number, title in enumerate(("attention calls and decode steps", "models, text"), start=2):
-            own = [case for case in cases if kind_of(case.kind).is_call == (number == 2)]
-            yield f"{number}. {title}: {len(own)} cases: {', '.join(case.name for case in own)}"
+            selected = [case for case in cases if kind_of(case.kind).is_call == (number == 2)]
+            yield f"{number}. {title}: {len(selected)} cases: {', '.join(case.name for case in selected)}"
         yield "It can be stopped at any moment: what is finished is kept, and --resume goes on."
 
 

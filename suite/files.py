@@ -18,12 +18,12 @@ from .errors import InputError
 
 
 @contextlib.contextmanager
-def writing(path: Path, kept: str = "") -> Iterator[None]:
-    """Inside this context an OSError becomes an InputError about ``path``; ``kept`` is added to its sentence."""
+def writing(path: Path, note: str = "") -> Iterator[None]:
+    """Inside this context an OSError becomes an InputError about ``path``; ``note`` is added to its sentence."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"cannot write to {path}: {error.strerror or error}.{kept}") from error
+        raise InputError(f"cannot write to {path}: {error.strerror or error}.{note}") from error
 
 
 def open_here(path: str | Path, flags: int) -> int:

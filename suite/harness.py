@@ -27,7 +27,7 @@ from attnsuite.models import generate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.flag_values import parse_options
-from attnsuite.suite.kinds.model_program import kept_of
+from attnsuite.suite.kinds.model_program import selected_shares
 from attnsuite.suite.measure.text import reader_of
 from attnsuite.suite.named_model import checkpoint_of, model_of
 from attnsuite.suite.perplexity import options_of
@@ -186,7 +186,7 @@ class SuiteLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Per request the natural log-likelihood of its continuation, and whether each token is the likeliest."""
         rows = [self._fitted(context + continuation, len(continuation)) for _, context, continuation in requests]
-        self._log_kept(max(map(len, rows), default=1) - 1)
+        self._log_selected(max(map(len, rows), default=1) - 1)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         for start in range(0, len(rows), self._batch):
@@ -201,10 +201,10 @@ class SuiteLM(TemplateLM):
                 found[i] = float(scores[row, part].sum(dtype=np.float64)), bool(likeliest[row, part].all())
         return found
 
-    def _log_kept(self, length: int, *, decoding: bool = False) -> None:
-        """Log what is kept of a text of ``length`` tokens, and DENSE where all is kept; once per length.
+    def _log_selected(self, length: int, *, decoding: bool = False) -> None:
+        """Log what is selected of a text of ``length`` tokens, and DENSE where all is selected; once per length.
 
-        With ``decoding`` also what it keeps in a step behind so many tokens.
+        With ``decoding`` also what is selected in a step behind so many tokens.
         """
         if length <= self._logged:
             return
@@ -216,8 +216,10 @@ class SuiteLM(TemplateLM):
             lengths_of["in a step of decoding behind %d tokens: %s"] = (1, length)
         for sentence, (queries, capacity) in lengths_of.items():
             found = self._model.resolutions(1, queries, capacity=capacity, needs_grad=False, **self._attention)
-            for kept in kept_of(tuple(found.items()), self._attention["backend_options"], self._model.config):
-                for line in (*self.notes, *kept.lines):
+            for selected in selected_shares(
+                tuple(found.items()), self._attention["backend_options"], self._model.config
+            ):
+                for line in (*self.notes, *selected.lines):
                     _log.warning(sentence, length, line)
 
     def _fitted(self, tokens: list[int], predicted: int) -> list[int]:
@@ -259,7 +261,7 @@ class SuiteLM(TemplateLM):
         if count >= self.max_length:
             raise InputError(f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}.")
         tokens, counts = _padded([self._prompt(context, self.max_length - count) for context in contexts])
-        self._log_kept(int(counts.max()), decoding=True)
+        self._log_selected(int(counts.max()), decoding=True)
         rows = generate(
             self._model,
             tokens,

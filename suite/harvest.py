@@ -164,10 +164,10 @@ def traced(step: Callable[..., Any], *args: Any) -> Harvest:
     traced_at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
     def of_arrays(*arrays: Any) -> list[Any]:
-        given = list(leaves)
+        inputs = list(leaves)
         for i, array in zip(traced_at, arrays, strict=True):
-            given[i] = array
-        return [leaf for leaf in jax.tree.leaves(step(*jax.tree.unflatten(tree, given))) if _is_array(leaf)]
+            inputs[i] = array
+        return [leaf for leaf in jax.tree.leaves(step(*jax.tree.unflatten(tree, inputs))) if _is_array(leaf)]
 
     with harvest() as found:
         program = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced_at))

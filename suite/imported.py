@@ -185,14 +185,14 @@ def _object(text: str) -> dict[str, Any]:
     return data
 
 
-def _problem(given: Mapping[str, Any], *, backward: bool) -> AttentionSpec:
+def _problem(entry: Mapping[str, Any], *, backward: bool) -> AttentionSpec:
     """The problem of an entry. Raises _RefusedError, and ValueError for one that no spec can say."""
-    for name, value in given.items():
+    for name, value in entry.items():
         if name not in _READ and name not in _PLAIN:
             raise _RefusedError(f"the field {name!r} is unknown")
         if name in _PLAIN and value not in _PLAIN[name]:
             raise _RefusedError(f"{name} is not {' or '.join(map(repr, _PLAIN[name]))}")
-    q, k, v = (_array(given.get(name)) for name in "qkv")
+    q, k, v = (_array(entry.get(name)) for name in "qkv")
     if q[0] not in _DTYPES or {k[0], v[0]} != {q[0]}:
         raise _RefusedError(f"the dtypes are {q[0]}, {k[0]} and {v[0]}")
     if len(q[1]) == 4:  # batch, length, heads, dim
@@ -201,8 +201,8 @@ def _problem(given: Mapping[str, Any], *, backward: bool) -> AttentionSpec:
         batch, (heads, rows, dim), (kv_heads, keys, _) = 1, q[1], k[1]
     return AttentionSpec(
         batch=batch, query_length=rows, key_value_length=keys, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-        value_head_dim=v[1][-1], dtype=_DTYPES[q[0]], is_causal=_is_causal(given.get("mask")), needs_grad=backward,
-        logits_soft_cap=given.get("logits_soft_cap", given.get("attn_logits_soft_cap")),
+        value_head_dim=v[1][-1], dtype=_DTYPES[q[0]], is_causal=_is_causal(entry.get("mask")), needs_grad=backward,
+        logits_soft_cap=entry.get("logits_soft_cap", entry.get("attn_logits_soft_cap")),
     )  # fmt: skip
 
 
@@ -321,11 +321,11 @@ def _arguments(case: OpCase) -> dict[str, Any]:
         for dim in (case.head_dim, case.value_head_dim or case.head_dim)
     )
     mask = dict.fromkeys(_PLAIN_MASK) | {"causal_mask": {"offset": 0, "window_size": None} if case.causal else None}
-    given = {name: _PLAIN[name][0] for name in _PLAIN}
+    defaults = {name: _PLAIN[name][0] for name in _PLAIN}
     return {
-        "q": query, "k": key, "v": value, "precision": given["precision"], "logits_dtype": "float32",
+        "q": query, "k": key, "v": value, "precision": defaults["precision"], "logits_dtype": "float32",
         "logits_scale": case.head_dim**-0.5, "bias": None, "logits_soft_cap": None, "mask": mask,
-        **{name: given[name] for name in ("dropout_mask", "dropout_rate", "paging_info", "q_indices", "k_indices")},
+        **{name: defaults[name] for name in ("dropout_mask", "dropout_rate", "paging_info", "q_indices", "k_indices")},
         "normalize_output": True, "return_residuals": False,
     }  # fmt: skip
 

@@ -74,14 +74,14 @@ def all_right(records: Sequence[Record]) -> bool:
 def missing(records: Sequence[Record], required: Sequence[str]) -> list[str]:
     """A sentence for each backend and required verdict that is not answered with yes."""
     names = dict.fromkeys(record.requested for record in records)
-    given = {(record.requested, record.case): answer_of(record) for record in records}
-    asked = [(name, verdict, given.get((name, verdict), "not judged")) for name in names for verdict in required]
-    return [f"{name} is not {verdict}: {answer}." for name, verdict, answer in asked if answer != "yes"]
+    answers = {(record.requested, record.case): answer_of(record) for record in records}
+    results = [(name, verdict, answers.get((name, verdict), "not judged")) for name in names for verdict in required]
+    return [f"{name} is not {verdict}: {answer}." for name, verdict, answer in results if answer != "yes"]
 
 
-def checked_verdicts(words: str) -> tuple[str, ...]:
-    """The verdicts of ``--require``. Raises InputError for a word that is none."""
-    names = tuple(names_of(words, "--require")) if words else ()
+def checked_verdicts(text: str) -> tuple[str, ...]:
+    """The verdicts of ``--require``. Raises InputError for a name that is none."""
+    names = tuple(names_of(text, "--require")) if text else ()
     for name in names:
         if name not in VERDICTS:
             raise InputError(f"--require {name} is no verdict; they are {', '.join(VERDICTS)}.")

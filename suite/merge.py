@@ -18,7 +18,7 @@ from .record import MACHINE_KIND, Record
 from .store import Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
 from .suites import Shard, parse_shard
 
-_OWN = ("cases", "shard", "cells", "file", "text")  # what runs that belong together may have of their own
+_MAY_DIFFER = ("cases", "shard", "cells", "file", "text")  # in what runs that belong together may differ
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ def merge(directories: Sequence[Path], out: Path) -> None:
         if both:
             raise InputError(f"case {both[0]} is in {one.directory} and in {other.directory}; give one of the two.")
     parts = _in_order(parts)
-    # Shards were dealt in turn; runs of other cases follow each other.
+    # The shards took the cases in turn; runs of other cases follow each other.
     each = [[(part, case) for case in part.manifest.cases] for part in parts]
-    dealt = itertools.zip_longest(*each) if parts[0].shard else each
-    order = [item for row in dealt for item in row if item is not None]
+    in_turn = itertools.zip_longest(*each) if parts[0].shard else each
+    order = [item for row in in_turn for item in row if item is not None]
     records = [record for part, case in order for record in part.records if record.case == case["name"]]
     whole = dataclasses.replace(
         parts[0].manifest, cases=tuple(case for _, case in order), shard=None, cells=len(records)
@@ -94,7 +94,7 @@ def _check_alike(one: Part, other: Part) -> None:
 def _facts(part: Part) -> dict[str, Any]:
     """What all parts of one run share. A dict of versions or flags gives a fact for each of its names."""
     manifest = dataclasses.asdict(part.manifest)
-    facts = {name: value for name, value in manifest.items() if name not in _OWN}
+    facts = {name: value for name, value in manifest.items() if name not in _MAY_DIFFER}
     nested = {f"{name} {key}": value for name in ("versions", "flags") for key, value in facts.pop(name).items()}
     machine = {name: sorted({str(record.environment.get(name)) for record in part.records}) for name in MACHINE_KIND}
     return facts | nested | {"text": _content(part.manifest.text)} | machine

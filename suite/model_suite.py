@@ -75,9 +75,9 @@ def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
     return Suite(flags.suite or NAME, tuple(cases))
 
 
-def rows(asked: Sequence[str]) -> tuple[str, ...]:
-    """The rows of the suite: the backends that are asked for, and the rows that their extensions have beside them."""
-    return tuple(dict.fromkeys([*asked, *(row for extension in _added(asked) for row in extension.rows)]))
+def rows(requested: Sequence[str]) -> tuple[str, ...]:
+    """The rows of the suite: the requested backends, and the rows that their extensions have beside them."""
+    return tuple(dict.fromkeys([*requested, *(row for extension in _added(requested) for row in extension.rows)]))
 
 
 def _added(backends: Sequence[str]) -> list[Extension]:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
-from attnsuite.backends.contract import Kept, SelectsKeys
+from attnsuite.backends.contract import SelectedShare, SelectsKeys
 from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
 from attnsuite.models.parameters import count_parameters
 from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
@@ -28,7 +28,7 @@ from .errors import InputError
 from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
-from .kinds.model_program import kept_of
+from .kinds.model_program import selected_shares
 from .kinds.text import TEXT
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
@@ -80,7 +80,7 @@ class _Attention:
 
     resolutions: Resolutions
     options: dict[str, Any]
-    selected: tuple[Kept, ...]
+    selected: tuple[SelectedShare, ...]
     lines: tuple[str, ...]
 
     @property
@@ -215,7 +215,7 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
         lines += [f"note: {note}" for note in plan.notes]
         if not found.backend.exact and not isinstance(found.backend, SelectsKeys):
             lines.append(f"kept: {found.backend.name} is approximate and does not say what it keeps")
-    selected = kept_of(resolutions, options, config)
+    selected = selected_shares(resolutions, options, config)
     lines += [line for one in selected for line in one.lines] + list(sources if selected else ())
     return _Attention(resolutions, options, selected, tuple(lines))
 

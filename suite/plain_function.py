@@ -59,8 +59,8 @@ class Found:
         causal, both = "causal" in self.features, "bidirectional" in self.features
         kinds = "causal or not (is_causal=)" if causal and both else "causal" if causal else "not causal"
         lacking = [dtype for dtype in DTYPES[:3] if dtype not in self.dtypes]
-        words = {**_SHAPES, **{feature: f"{', '.join(names)}=" for feature, names in _KEYWORDS.items()}}
-        taken = ", ".join(word for feature, word in words.items() if feature in self.features) or "nothing more"
+        phrases = {**_SHAPES, **{feature: f"{', '.join(names)}=" for feature, names in _KEYWORDS.items()}}
+        taken = ", ".join(phrase for feature, phrase in phrases.items() if feature in self.features) or "nothing more"
         without = f"; not {', '.join(lacking)}" if lacking else ""
         return f"Called with small arrays, it was found to be {kinds}, and to take {taken}{without}."
 
@@ -88,10 +88,12 @@ def found_out(function: Callable[..., Any]) -> Found:
     plain = causal if is_causal else spec
     features: set[Feature] = {"gradient", "causal" if is_causal else "bidirectional"}
     features |= {"causal"} if both else set()
-    for feature, (announced, given) in _asked(plain).items():
+    for feature, (announced, arrays) in _feature_problems(plain).items():
         names = _KEYWORDS[feature]
-        words = {name: getattr(given, name) if given else announced[name] for name in names}
-        if keywords.issuperset(names) and probe.can(dataclasses.replace(plain, **announced), plain, words, given):
+        keyword_values = {name: getattr(arrays, name) if arrays else announced[name] for name in names}
+        if keywords.issuperset(names) and probe.can(
+            dataclasses.replace(plain, **announced), plain, keyword_values, arrays
+        ):
             features.add(feature)
     shapes: dict[Feature, Mapping[str, int]] = {
         "grouped_queries": {"num_kv_heads": HEADS // 2},
@@ -103,7 +105,7 @@ def found_out(function: Callable[..., Any]) -> Found:
     return Found(frozenset(features), dtypes)
 
 
-def _asked(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any], Layout | Terms | None]]:
+def _feature_problems(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any], Layout | Terms | None]]:
     """By feature: the fields of a spec that asks for it, and its arrays."""
     rng = np.random.default_rng(1)
     shape = 1, 1, LENGTH, LENGTH
@@ -135,7 +137,11 @@ class _Probe:
         return shapes.fault_of(self.function(*_inputs(self.spec), **self.always), self.spec)
 
     def nearer(
-        self, one: AttentionSpec, other: AttentionSpec, keywords: Mapping[str, Any], given: Layout | Terms | None = None
+        self,
+        one: AttentionSpec,
+        other: AttentionSpec,
+        keywords: Mapping[str, Any],
+        operands: Layout | Terms | None = None,
     ) -> bool:
         """Whether the result of a call is nearer to the meaning of ``one``, with what is given, than of ``other``."""
         import jax  # noqa: PLC0415 (the command line starts without it)
@@ -143,8 +149,8 @@ class _Probe:
         inputs = _inputs(one)
         arrays = {name: jax.device_put(x) for name, x in keywords.items() if isinstance(x, np.ndarray)}
         out = np.asarray(self.function(*inputs, **{**self.always, **keywords, **arrays}), np.float64)
-        layout = given if isinstance(given, Layout) else Layout()
-        terms = given if isinstance(given, Terms) else Terms()
+        layout = operands if isinstance(operands, Layout) else Layout()
+        terms = operands if isinstance(operands, Terms) else Terms()
         first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
 

@@ -30,7 +30,7 @@ class Machine(TypedDict, total=False):
 class Environment(TypedDict, total=False):
     """Where a cell was measured. Sizes are bytes. ``session`` is equal for cells that shared rounds.
 
-    ``source`` is the digest of this package's source, ``own`` that of each file that a row was loaded from.
+    ``source`` is the digest of this package's source, ``source_files`` that of each file that a row was loaded from.
     ``node`` names the machine in a run of several. ``accelerator`` is the state of a GPU (``measure/accelerator.py``):
     clocks in MHz, power limits in watts, ECC, MIG, driver, who else computes on it; where it was timed, after that.
     ``sampling`` is how samples were taken, where calls were not waited for one by one.
@@ -38,7 +38,7 @@ class Environment(TypedDict, total=False):
 
     versions: dict[str, str]
     source: str
-    own: dict[str, str]
+    source_files: dict[str, str]
     git_revision: str | None
     target: str
     device_kind: str
@@ -230,11 +230,24 @@ class Record(Measured):
             raise RecordError(str(error)) from error
 
 
+# Names that earlier versions wrote: the table in the record, the old name, the name now, and the kind of record.
+_RENAMED = (
+    ("environment", "own", "source_files", None),
+    ("facts", "said", "message", "conformance"),
+)
+
+
 def _as_now(data: Any) -> Any:
     """The fields of a record, also as earlier versions wrote it.
 
-    The bytes of a cache had a field.
+    The bytes of a cache had a field, and some fields had other names.
     """
-    if isinstance(data, dict) and (size := data.pop("kv_bytes_per_token", None)) is not None:
+    if not isinstance(data, dict):
+        return data
+    if (size := data.pop("kv_bytes_per_token", None)) is not None:
         data["figures"] = {"kv_bytes_per_token": size}
+    for name, old, new, kind in _RENAMED:
+        table = data.get(name)
+        if kind in (None, data.get("kind")) and isinstance(table, dict) and old in table and new not in table:
+            table[new] = table.pop(old)
     return data

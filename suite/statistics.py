@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEWEST = 6
-_KEPT = 2**14  # estimates: tables, terminal and pictures of a page ask for the same ones
+_CACHE_SIZE = 2**14  # estimates: tables, terminal and pictures of a page ask for the same ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def wilson(successes: int, count: int) -> Interval:
     return Interval(successes / count, float(found.low), float(found.high), count)
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHE_SIZE)
 def _estimate(values: tuple[float, ...], statistic: Callable[..., Any]) -> Interval:
     return _interval((values,), statistic)
 

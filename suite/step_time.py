@@ -73,12 +73,12 @@ def sentences(found: Harvest, times: StepTimes) -> Iterator[str]:
         yield f"attention is {_range(1 - times.without.value, times.without)} of it."
     if times.with_auto is not None:
         yield f"with auto it takes {times.with_auto.value:.2f} of that time{_interval(times.with_auto)}."
-    told: set[str] = set()
+    reported: set[str] = set()
     for mark in sorted(found.found(), key=lambda mark: mark.index):
         call = found.calls[mark.index]
-        if call.spec is None or call.place in told:
+        if call.spec is None or call.place in reported:
             continue
-        told.add(call.place)
+        reported.add(call.place)
         if call.place in times.unchanged:
             yield f"{call.place} stays as it is: {times.unchanged[call.place]}"
             continue
@@ -139,14 +139,14 @@ def _with_auto(call: Call, arrays: Sequence[Any], arguments: dict[str, Any], unc
     if arrays[0].ndim != 4:
         unchanged[call.place] = f"its arrays have {arrays[0].ndim} axes; auto takes 4."
         return NotImplemented
-    given = {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
-    if "mask" in given:
-        mask = given["mask"].astype(bool)
-        given["mask"] = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)  # flax takes fewer axes
+    keywords = {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
+    if "mask" in keywords:
+        mask = keywords["mask"].astype(bool)
+        keywords["mask"] = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)  # flax takes fewer axes
     if call.dtype is not None:
         arrays = [x.astype(call.dtype) for x in arrays]
     try:
-        return attention(*arrays, **given)
+        return attention(*arrays, **keywords)
     except (BackendUnavailableError, ValueError, TypeError) as error:
         unchanged[call.place] = " ".join(str(error).split())
         return NotImplemented

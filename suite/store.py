@@ -115,9 +115,9 @@ class RunStore:
             raise InputError(
                 f"{self.directory} already has records; add --resume to go on with that run, or choose another --out."
             )
-        records, kept, warning = parse_records(path)
+        records, size, warning = parse_records(path)
         if warning:
-            self.warnings, self._whole = (warning,), kept
+            self.warnings, self._whole = (warning,), size
         return records
 
 
@@ -145,7 +145,7 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     lines = data.split(b"\n")
     tail = lines.pop()  # empty where the file ends in a newline
     records: list[Record] = []
-    kept = 0
+    size = 0
     warning = None
     for number, line in enumerate(lines, start=1):
         try:
@@ -155,14 +155,14 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
                 raise InputError(f"line {number} of {path} is not a record ({error}); move the file away.") from error
             warning = f"the last line of {path} is damaged ({error}); it is dropped and its cell runs again."
             break
-        kept += len(line) + 1
+        size += len(line) + 1
     if tail:
         warning = f"the last line of {path} was cut off; it is dropped and its cell runs again."
     keys = Counter(record.key for record in records)
     twice = sorted(key for key, count in keys.items() if count > 1)
     if twice:
         raise InputError(f"{path} has more than one record of {', '.join(twice)}; move the file away.")
-    return tuple(records), kept, warning
+    return tuple(records), size, warning
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +178,10 @@ class TextIdentity:
 class Manifest:
     """The identity of a run: it can be resumed only where all fields but ``file`` are the same.
 
-    ``verb`` is what listed the cells: run, compile or tune. ``asked`` holds the flags of the command line that say what
-    is computed, of ``run`` those of extensions. Of ``run``: ``checkpoint`` holds the flags about a checkpoint that the
-    cases were made with, ``file`` is the path of the suite's file as it was given, ``cells`` the number of cells of all
-    cases, and ``shard`` is ``i/n`` where the cases are the i-th of n parts of those that were asked for. Of
+    ``verb`` is what listed the cells: run, compile or tune. ``options`` holds the flags of the command line that say
+    what is computed, of ``run`` those of extensions. Of ``run``: ``checkpoint`` holds the flags about a checkpoint that
+    the cases were made with, ``file`` is the path of the suite's file as it was given, ``cells`` the number of cells of
+    all cases, and ``shard`` is ``i/n`` where the cases are the i-th of n parts of the requested ones. Of
     ``compile``: ``targets``, the cases of ``searches``, and the ``command``.
     """
 
@@ -192,7 +192,7 @@ class Manifest:
     source: str
     git_revision: str | None
     flags: dict[str, str]
-    asked: dict[str, Scalar] = dataclasses.field(default_factory=dict)
+    options: dict[str, Scalar] = dataclasses.field(default_factory=dict)
     cases: tuple[dict[str, Scalar], ...] = ()
     backends: tuple[str, ...] = ()
     text: TextIdentity | None = None
@@ -206,6 +206,7 @@ class Manifest:
     command: tuple[str, ...] = ()
 
 
+_RENAMED = {"asked": "options"}  # fields under the names that earlier versions wrote
 _NO_MACHINE = {"target": "", "versions": {}, "source": "", "git_revision": None, "flags": {}}
 
 
@@ -225,9 +226,12 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
         data = {"verb": "compile", **_NO_MACHINE, **data}
     elif "verb" in data and "suite" not in data:
         data = {"suite": data["verb"], **data}
+    for old, new in _RENAMED.items():
+        if old in data and new not in data:
+            data[new] = data.pop(old)
     for name in extensions().keys() & data.keys():  # the flags of an extension, under its name
         flags = data.pop(name)
-        data["asked"] = data.get("asked") or flags
+        data["options"] = data.get("options") or flags
     checkpoint = data.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.pop("guide", False):
         checkpoint["suite"] = data.get("suite")

@@ -174,7 +174,7 @@ def _made(found: Mapping[str, Any]) -> Any:
 
 def _encoded(name: str, setting: Any) -> Any:
     """A setting as JSON. Raises SubprocessFunctionError for a function that has no name in another process."""
-    if name == "mask_function" and (encoded := masks.words_of(setting)):
+    if name == "mask_function" and (encoded := masks.description_of(setting)):
         return encoded
     if name == "score_function" and setting in _SCORES.values():
         return next(word for word, function in _SCORES.items() if function is setting)

@@ -54,13 +54,13 @@ class SuiteFile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class LineNumbers:
     """The lines of a suite file: of each key outside the cases, and for each case of its table and its keys."""
 
     keys: dict[str, int]
     cases: list[tuple[int, dict[str, int]]]
 
-    def told(self, sentence: str, case: int | None = None) -> str:
+    def location(self, sentence: str, case: int | None = None) -> str:
         """``line 3 (heads): ``: the line of the key that the sentence names first, else that of the case's table.
 
         "" if neither is known.
@@ -149,17 +149,17 @@ def expanded(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refusal(path: Path, text: str, sentence: str, case: int | None = None) -> InputError:
-    place = places(text).told(sentence, case)
+    place = line_numbers(text).location(sentence, case)
     return InputError(f"suite file {path}{f', {place}' if place else ': '}{sentence}")
 
 
-def places(text: str) -> Places:
+def line_numbers(text: str) -> LineNumbers:
     r"""Where the tables and keys of a valid suite file stand.
 
-    >>> places('name = "a"\n\n[[case]]\nsequence = 8\n')
-    Places(keys={'name': 1}, cases=[(3, {'sequence': 4})])
+    >>> line_numbers('name = "a"\n\n[[case]]\nsequence = 8\n')
+    LineNumbers(keys={'name': 1}, cases=[(3, {'sequence': 4})])
     """
-    found = Places({}, [])
+    found = LineNumbers({}, [])
     keys = found.keys
     for line, statement in _statements(text):
         data = tomllib.loads(statement)

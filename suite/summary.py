@@ -37,8 +37,10 @@ def record_line(record: Record) -> Text:
 
 def refusal(record: Record) -> str | None:
     """The first reason that a refused cell's own backend gives, without its advice; else what the record says."""
-    own = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
-    return f"{own[0].removeprefix(f'{record.requested}: ').split('; ')[0].rstrip('.')}." if own else record.error
+    reasons = [reason for reason in record.reasons if reason.startswith(f"{record.requested}: ")]
+    return (
+        f"{reasons[0].removeprefix(f'{record.requested}: ').split('; ')[0].rstrip('.')}." if reasons else record.error
+    )
 
 
 def summary_lines(records: Sequence[Record]) -> Iterator[str]:

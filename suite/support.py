@@ -123,7 +123,7 @@ def refusals_table(names: tuple[str, ...] | None = None) -> str:
     for name in names:
         refused: dict[str, dict[str, list[str]]] = {}  # reason -> type -> phases
         for (kind, phase), spec in _type_specs().items():
-            answers = [support(registry.get(name), spec, target) for target in _own_targets(name)]
+            answers = [support(registry.get(name), spec, target) for target in _supported_targets(name)]
             for reason in dict.fromkeys(reason for answer in answers for reason in answer.reasons):
                 refused.setdefault(reason, {}).setdefault(kind, []).append(phase)
         for reason, phases_of in refused.items():
@@ -138,14 +138,14 @@ def refusals_table(names: tuple[str, ...] | None = None) -> str:
 def _type_specs() -> dict[tuple[str, str], AttentionSpec]:
     """The attention problem of each type of layer in each phase; under ``full`` attention there is no cache."""
     return {
-        (kind, phase): attention_spec(ALL_TYPES, kind, batch=1, **asked)  # pyright: ignore[reportArgumentType]
+        (kind, phase): attention_spec(ALL_TYPES, kind, batch=1, **sizes)  # pyright: ignore[reportArgumentType]
         for kind in ALL_TYPES.attention_types
-        for phase, asked in PHASES.items()
-        if kind != "full" or "key_value_length" not in asked
+        for phase, sizes in PHASES.items()
+        if kind != "full" or "key_value_length" not in sizes
     }
 
 
-def _own_targets(name: str) -> list[Target]:
+def _supported_targets(name: str) -> list[Target]:
     """The targets of a backend: those on which it takes one of the types of layers."""
     backend, specs = registry.get(name), _type_specs().values()
     return [target for target in TARGETS.values() if any(support(backend, spec, target) for spec in specs)]

@@ -243,10 +243,10 @@ def _started(
 
 def _open_model(request: TrainRequest) -> Transformer:
     """The model with float32 parameters; under adapters with the parameters' own dtype."""
-    kept: dict[str, Any] = {"dtype": request.dtype}
+    dtypes: dict[str, Any] = {"dtype": request.dtype}
     if request.lora is None:
-        kept["param_dtype"] = "float32"
-    return model_of(request.model, seed=request.seed, **kept)
+        dtypes["param_dtype"] = "float32"
+    return model_of(request.model, seed=request.seed, **dtypes)
 
 
 def _parts(rows: np.ndarray, parts: int) -> np.ndarray:

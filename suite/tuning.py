@@ -52,7 +52,7 @@ from .suites import shipped
 from .tuned import FIRST_ROUNDS, LAST_ROUNDS, choice
 from .typed import Scalar
 
-SUITE, KEPT = "tune", 4
+SUITE, FINALISTS = "tune", 4
 TUNED: tuple[Any, ...] = shipped(SUITE).cases
 
 
@@ -87,7 +87,7 @@ class TuneGrid(Grid):
         target = self._target(found)
         return found, [cell_of(case, name, target, self) for case in self.cases for name in self.backends]
 
-    def asked(self) -> dict[str, Scalar]:
+    def options(self) -> dict[str, Scalar]:
         """The options that are fixed."""
         return {"options": json.dumps(dict(self.fixed), sort_keys=True)} if self.fixed else {}
 
@@ -246,8 +246,8 @@ def rank_candidates(
     candidates = _supported(name, case, target, fixed)[1]
     if isinstance(backend, CompilesKernels):
         return [compile_kernels(backend, spec, target, {**fixed, **options}) for options in candidates]
-    if (absent := topologies.missing(target)) is not None:
-        raise InputError(absent)
+    if (reason := topologies.missing(target)) is not None:
+        raise InputError(reason)
     return _compile_each(case, name, target, fixed, candidates, limits)
 
 
@@ -286,7 +286,7 @@ def try_candidates(case: OpCase, name: str, reference: Path, fixed: Mapping[str,
     ready = [candidate for candidate in candidates if candidate.error is None]
     _sample(ready, FIRST_ROUNDS)
     ranked = sorted(ready, key=lambda candidate: statistics.median(candidate.samples).value)
-    _sample([c for c in ready if c in ranked[:KEPT] or c is candidates[0]], LAST_ROUNDS)
+    _sample([c for c in ready if c in ranked[:FINALISTS] or c is candidates[0]], LAST_ROUNDS)
     return [{"options": c.options, "samples": c.samples, "error": c.error} for c in candidates]
 
 

@@ -36,7 +36,7 @@ Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Real = Annotated[float, Meta(ge=-1e100, le=1e100)]
 Scalar = None | bool | Whole | Real | str
 
-_WORDS = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
+_TYPE_NAMES = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
 
 
 def convert(data: Any, type_: Any) -> Any:
@@ -215,7 +215,7 @@ def accepted(type_: Any) -> str:
         return accepted(get_args(type_)[0]) + _bounds(type_.__metadata__[0])
     if get_origin(type_) in (list, tuple):
         return "a list"
-    return _WORDS.get(type_, "a table")
+    return _TYPE_NAMES.get(type_, "a table")
 
 
 def _bounds(meta: Meta) -> str:

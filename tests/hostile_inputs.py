@@ -57,7 +57,7 @@ COMPILED = {"suite": "compile", "targets": ["tpu:v5e"], "backends": ["chunked"],
 ALONE = ("sharded", "training-cpu-intel-xeon")  # published records whose pages stand alone
 BEGUN = {
     "verb": "tune",
-    "asked": {"target": "here", "backends": "chunked", "cases": "decode-*", "minutes": 2},
+    "options": {"target": "here", "backends": "chunked", "cases": "decode-*", "minutes": 2},
     **{name: ENVIRONMENT[name] for name in ("versions", "source", "git_revision", "target", "flags")},
 }
 _CASES_OF_A_KIND = 2

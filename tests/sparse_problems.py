@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnsuite.backends import AttentionSpec, Layout, Target
-from attnsuite.backends.kascade import KASCADE, Places, Selection, Settings, Tiling, reference
+from attnsuite.backends.kascade import KASCADE, Selection, Settings, TileLayout, Tiling, reference
 from attnsuite.testing import problems
 
 SETTINGS = Settings(top_k=0.3, min_keys=0, tile_size=16, query_tile=16)
@@ -30,8 +30,8 @@ class Sparse:
         return Tiling.of(self.spec, self.settings)
 
     @property
-    def places(self) -> Places:
-        return Places.of(self.spec, self.layout, self.tiling)
+    def tile_layout(self) -> TileLayout:
+        return TileLayout.of(self.spec, self.layout, self.tiling)
 
     @property
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:

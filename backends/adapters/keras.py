@@ -88,28 +88,28 @@ def _function(
 
 
 def _attend(bound: inspect.BoundArguments, backend: str, options: dict[str, Any]) -> Array:
-    given = dict.fromkeys(PARAMETERS) | bound.arguments
-    if given["flash_attention"]:
+    arguments = dict.fromkeys(PARAMETERS) | bound.arguments
+    if arguments["flash_attention"]:
         raise ValueError(
             "flash_attention=True asks for Keras's own kernel, and keras_attention names the backend; leave "
             "flash_attention at None, and call keras.config.disable_flash_attention()."
         )
-    if given["attn_logits_soft_cap"] is not None:
+    if arguments["attn_logits_soft_cap"] is not None:
         raise ValueError(
-            f"attn_logits_soft_cap={given['attn_logits_soft_cap']} is not taken: Keras documents another formula than "
-            "its kernel computes; leave it at None, or call attnsuite.backends.attention(logits_soft_cap=...)."
+            f"attn_logits_soft_cap={arguments['attn_logits_soft_cap']} is not taken: Keras documents another formula "
+            "than its kernel computes; leave it at None, or call attnsuite.backends.attention(logits_soft_cap=...)."
         )
-    arrays = [jnp.asarray(given[name]) for name in ("query", "key", "value")]
+    arrays = [jnp.asarray(arguments[name]) for name in ("query", "key", "value")]
     dtype = jnp.result_type(*arrays)
     query, key, value = (x.astype(dtype) for x in arrays)
     return attention(
         query,
         key,
         value,
-        bias=_with_four_axes("bias", given["bias"], dtype),
-        mask=_with_four_axes("mask", given["mask"], None),
-        scale=given["scale"],
-        is_causal=bool(given["is_causal"]),
+        bias=_with_four_axes("bias", arguments["bias"], dtype),
+        mask=_with_four_axes("mask", arguments["mask"], None),
+        scale=arguments["scale"],
+        is_causal=bool(arguments["is_causal"]),
         backend=backend,
         **options,
     )

@@ -69,10 +69,10 @@ def attention_op(base: type, backend: str = "auto", **options: Any) -> type:
     signature = signature_of(method, PARAMETERS, name=f"{base.__name__}.apply_attention", read=READ)
 
     def apply_attention(self: Any, *args: Any, **keywords: Any) -> tuple[Array, None, None]:
-        given = dict.fromkeys(PARAMETERS) | _REFUSED | signature.bind(self, *args, **keywords).arguments
+        arguments = dict.fromkeys(PARAMETERS) | _REFUSED | signature.bind(self, *args, **keywords).arguments
         _check_layer(self, backend)
-        _check_call(given)
-        return _attend(self, given, backend, options), None, None
+        _check_call(arguments)
+        return _attend(self, arguments, backend, options), None, None
 
     # nnx looks at the annotations of a module's class body, so the method is added to a class without one.
     return type(base)(f"{base.__name__}By{backend.title()}", (base,), {"apply_attention": apply_attention})
@@ -125,14 +125,14 @@ def decoder(base: type, stack: LayerStack) -> type:
     return type(base)(f"{base.__name__}Of{stack.num_layers}", (base,), {"_apply_layers_sequentially": scan_layers})
 
 
-def _attend(layer: Any, given: dict[str, Any], backend: str, options: dict[str, Any]) -> Array:
+def _attend(layer: Any, arguments: dict[str, Any], backend: str, options: dict[str, Any]) -> Array:
     kind = layer.attention_type.value
-    segments = given["decoder_segment_ids"]
-    other = given["decoder_segment_ids_kv"]
+    segments = arguments["decoder_segment_ids"]
+    other = arguments["decoder_segment_ids_kv"]
     return attention(
-        given["query"],
-        given["key"],
-        given["value"],
+        arguments["query"],
+        arguments["key"],
+        arguments["value"],
         scale=1.0,  # the query is scaled
         is_causal=kind != "full",
         local_window_size=(layer.sliding_window_size - 1, 0) if kind == "local_sliding" else None,
@@ -164,13 +164,13 @@ def _check_layer(layer: Any, backend: str) -> None:
         )
 
 
-def _check_call(given: dict[str, Any]) -> None:
-    _accept("model_mode", given["model_mode"], _MODES)
+def _check_call(arguments: dict[str, Any]) -> None:
+    _accept("model_mode", arguments["model_mode"], _MODES)
     for name, accepted in _REFUSED.items():
-        if given[name] is not None and given[name] != accepted:
+        if arguments[name] is not None and arguments[name] != accepted:
             raise ValueError(f"attention_op does not take {name}, only {name}={accepted}; switch off what passes it.")
     for name in ("qk_product_einsum", "wv_product_einsum"):
-        if given[name] not in (None, jnp.einsum):
+        if arguments[name] not in (None, jnp.einsum):
             raise ValueError(f"attention_op does not take {name}: the backend computes its own products.")
 
 

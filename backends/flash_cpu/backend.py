@@ -99,10 +99,10 @@ class FlashCpu:
         if target.platform != "cpu":
             return (f"flash_cpu runs on CPUs, the target is {target}; use backend='auto'.",)
         try:
-            given = _checked(options)
+            checked = _checked(options)
         except ValueError:  # plan raises it; an invalid option is not a reason of support
             return ()
-        found = [] if (missing := why_not(given["isa"])) is None else [missing]
+        found = [] if (missing := why_not(checked["isa"])) is None else [missing]
         try:
             functions(spec)
         except UnsupportedError as error:
@@ -119,10 +119,10 @@ class FlashCpu:
         options: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
-        given = _checked(options)
-        how: dict[str, Any] = {"target": target, "mode": mode, "options": given}
+        checked = _checked(options)
+        how: dict[str, Any] = {"target": target, "mode": mode, "options": checked}
         cached, mask = kv_cache.is_cache(spec), pairs(layout.mask)
-        decodes = not given["batch_invariant"]
+        decodes = not checked["batch_invariant"]
         undifferentiated = dataclasses.replace(spec, needs_grad=False)
         if spec.needs_grad and decodes and is_decode(undifferentiated):
             return decode.differentiated(
@@ -133,16 +133,20 @@ class FlashCpu:
             return turned(spec, lambda spec: self.plan(spec, layout, **how))
         if cached and not by_decode:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
-        if spec.needs_grad and not given["batch_invariant"] and min(spec.query_length, spec.key_value_length) <= SHORT:
+        if (
+            spec.needs_grad
+            and not checked["batch_invariant"]
+            and min(spec.query_length, spec.key_value_length) <= SHORT
+        ):
             short = STANDARD.plan(spec, layout, target=target)
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
         seen = visibility(spec, layout)
         operands = functools.partial(_extra, spec, layout, seen, mask)
         if by_decode:
             return kv_cache.unrounded(
-                spec, lambda spec: _decoding(Calls(spec, _isa(given["isa"], spec)), layout, seen, operands)
+                spec, lambda spec: _decoding(Calls(spec, _isa(checked["isa"], spec)), layout, seen, operands)
             )
-        calls = Calls(spec, _isa(given["isa"], spec), whole=given["batch_invariant"])
+        calls = Calls(spec, _isa(checked["isa"], spec), whole=checked["batch_invariant"])
         differentiable, traced = _differentiable(calls, seen)
 
         def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
@@ -243,8 +247,8 @@ def _extra(
     if terms.alibi is not None:
         found["alibi"] = jnp.asarray(terms.alibi, jnp.float32)[None]
     if terms.alibi is not None or functions(spec) != (None, None):
-        places = jnp.asarray(positions(spec, layout)[0], jnp.int32)
-        found["query_position"] = jnp.broadcast_to(places, seen.first.shape)
+        query_positions = jnp.asarray(positions(spec, layout)[0], jnp.int32)
+        found["query_position"] = jnp.broadcast_to(query_positions, seen.first.shape)
     if spec.score_function is not None:
         found["batch_index"] = jnp.arange(spec.batch, dtype=jnp.int32)
         found["head_index"] = jnp.arange(spec.num_heads, dtype=jnp.int32)[None]
@@ -276,11 +280,11 @@ def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """All options. Raises ValueError for an unknown name or an invalid value."""
-    given = {"isa": None, "batch_invariant": False, **check_options("flash_cpu", options, OPTIONS)}
-    for name, value in given.items():
+    checked = {"isa": None, "batch_invariant": False, **check_options("flash_cpu", options, OPTIONS)}
+    for name, value in checked.items():
         if value not in _ACCEPTED[name]:
             raise ValueError(f"flash_cpu: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")
-    return given
+    return checked
 
 
 def _isa(name: str | None, spec: AttentionSpec) -> Isa:

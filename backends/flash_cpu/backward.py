@@ -78,7 +78,7 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
         parts, count, most = dims["P"], buffers.tiles(dims), buffers.panel(dims)
         tiles = w.at(block_size)
         gradients = tiles.at(most * tile_size)
-        kept = state.pointer(s, "shared").at((head * parts + part) * buffers.gradient_bytes(dims))
+        partials = state.pointer(s, "shared").at((head * parts + part) * buffers.gradient_bytes(dims))
         zero, numbers = e.const(f32, 0.0), state.pointer(s, "data:numbers")
         with e.loop(0, count, most) as first:
             panel = e.min(count - first, most)
@@ -106,7 +106,7 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
                 e.either(
                     parts.equals(1),
                     lambda d=d_query, n=n: e.run(write, s, d, head, n),
-                    lambda d=d_query, n=n: e.run(keep, d, kept.at(n * tile_terms, 4)),
+                    lambda d=d_query, n=n: e.run(keep, d, partials.at(n * tile_terms, 4)),
                 )
                 if write_slopes is not None:
                     e.run(write_slopes, s, tiles.at(i * tile_size + of_tile["added_rows"]), head, n, part)
@@ -169,9 +169,9 @@ def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
                 score.emit(e, block["key"], rows_["query_turned"].at(g, 4), s, live.start, live.stop)
                 d_prob.emit(e, block["value"], rows_["d_out_turned"].at(g, 4), d, live.start, live.stop)
                 per_query = rows_["numbers"].at(g, 4)
-                places = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
+                pointers = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
                 modified = [] if modify is None else [rows_["added_rows"].at(g, 4)]
-                arguments = (s, d, *places, numbers, *to_add, *modified, live.start, live.stop)
+                arguments = (s, d, *pointers, numbers, *to_add, *modified, live.start, live.stop)
                 e.either(live.mixed, lambda a=arguments: e.run(masked, *a), lambda a=arguments: e.run(plain, *a))
                 if keep is not None:
                     e.run(keep, *of_group, *to_add)

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import masking, rows
 from .added import Added
-from .emit import Function, Value, places
+from .emit import Function, Value, offsets
 from .forward import SUMS, Kernel
 from .handler import Dims, Operand
 from .isa import Isa
@@ -65,7 +65,7 @@ class Buffers:
         )
         keys, n, paired, added = BLOCK_KEYS, BLOCK_ROWS, self.pack - 1, kernel.arrays.any
         # Of a block of keys, at the start of the workspace.
-        self.block = places(
+        self.block = offsets(
             key=keys * self.key_terms * 4,
             key_joined=paired * keys // 2 * self.width * 4,
             value=keys * self.value_terms * 4,
@@ -81,7 +81,7 @@ class Buffers:
             d_out=paired * n * self.value_terms * 4,
         )
         # Of a tile of rows; the tiles of a panel follow each other behind the block.
-        self.tile = places(
+        self.tile = offsets(
             d_query=n * self.width * 4,
             query=n // self.pack * self.width * 4,
             query_turned=n * self.key_terms * 4,
@@ -93,7 +93,7 @@ class Buffers:
             added_rows=Added.row_bytes(n) * added,
         )
         # Of the float32 gradients of a block of keys; those of an item follow each other behind the panel.
-        self.gradients = places(d_key=keys * self.width * 4, d_value=keys * self.value_width * 4)
+        self.gradients = offsets(d_key=keys * self.width * 4, d_value=keys * self.value_width * 4)
 
     def tiles(self, dims: Dims) -> Any:
         """Tiles of rows of one KV head."""

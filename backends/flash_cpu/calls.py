@@ -83,11 +83,11 @@ class Calls:
         ``sizes`` are dimensions of results that no operand has, and those whose operand is but an array of that length.
         """
         signature = targets.KINDS[kind].signature(self.isa, kernel)
-        given = {"numbers": self.numbers, **{name: jnp.asarray(x) for name, x in arrays.items()}}
+        by_name = {"numbers": self.numbers, **{name: jnp.asarray(x) for name, x in arrays.items()}}
         for x in signature.operands:
-            if x.name not in given:
-                given[x.name] = jnp.zeros((1, sizes[str(x.dims[1])]), jnp.float32)
-        operands = [given[x.name] for x in signature.operands]
+            if x.name not in by_name:
+                by_name[x.name] = jnp.zeros((1, sizes[str(x.dims[1])]), jnp.float32)
+        operands = [by_name[x.name] for x in signature.operands]
         dims: dict[Any, int] = dict(sizes)
         for x, array in zip(signature.operands, operands, strict=True):
             dims |= dict(zip(x.dims, array.shape, strict=True))
@@ -98,7 +98,7 @@ class Calls:
             targets.target(kind, kernel, self.isa).name,
             results,
             # A pool of pages is one array: under vmap each problem has its own.
-            vmap_method="sequential" if "pages" in given else "broadcast_all",
+            vmap_method="sequential" if "pages" in by_name else "broadcast_all",
         )
         return dict(zip(order[1], varying(run(*operands), operands), strict=True))
 
@@ -178,9 +178,9 @@ class Calls:
             # Rows that see nothing have none, and one that is not finite is the kernel's to find.
             counts = (lost != 0) & jnp.isfinite(lost)
             d_lse = d_lse - jnp.where(counts, d_out.astype(jnp.float32) * lost, 0).sum(-1)
-        given = {**arrays, "out": out.astype(dtype), "d_out": d_out.astype(dtype), "d_lse": d_lse}
+        operands = {**arrays, "out": out.astype(dtype), "d_out": d_out.astype(dtype), "d_lse": d_lse}
         parts = self._parts(arrays["bias"] if "bias" in learned else None)
-        found = self.call(kind, kernel, given, P=parts, **sizes)
+        found = self.call(kind, kernel, operands, P=parts, **sizes)
         return found | {"d_slope": -found["d_slope"].sum((0, 1, 3))} if "alibi" in learned else found
 
     @property
@@ -227,8 +227,8 @@ class Calls:
         kernel = self._decode_kernel(self.spec.value_head_dim or 0, arrays=arrays_)
 
         def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
-            own = calls._decode_kernel(kernel.value_head_dim, arrays=arrays_)
-            return calls.call("decode", own, arrays, P=calls._ranges(self.spec.key_value_length))
+            share_kernel = calls._decode_kernel(kernel.value_head_dim, arrays=arrays_)
+            return calls.call("decode", share_kernel, arrays, P=calls._ranges(self.spec.key_value_length))
 
         if "pages" in cache:  # a fetch may look up slots of two blocks behind the last
             behind = 2 * BLOCK_KEYS // kernel.page + 1

@@ -100,7 +100,7 @@ class Walk:
         """
         buffers, kernel, dims = self.buffers, self.buffers.kernel, self.state.dims(s)
         size, padded = elements.SIZE[kernel.stored], buffers.padded_rows(dims)
-        batch, heads, own = first // dims["K"], buffers.heads, buffers.head_bytes(dims)
+        batch, heads, head_bytes = first // dims["K"], buffers.heads, buffers.head_bytes(dims)
         layout = batch // (dims["B"] // dims["C"]) * dims["S"]
         positions, ids = (self.state.pointer(s, f"data:{x}").at(layout, 4) for x in ("position", "key_id"))
         numbers = self.state.pointer(s, "data:numbers")
@@ -126,7 +126,7 @@ class Walk:
                 after = e.select(k + n < stop, k + n, ahead)
                 seen = e.variable(e.const(i64, 0))
                 with e.loop(0, heads) as h:
-                    row = w.at(h * own)
+                    row = w.at(h * head_bytes)
                     seen.set(e.run(self._see, row, positions.at(k, 4), ids.at(k, 4), n, count))
                     if self._add is not None:
                         with e.when(seen() > 0):
@@ -139,7 +139,7 @@ class Walk:
                             e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
                 if kernel.value_head_dim:
                     with e.when(seen() > 0), e.loop(0, heads) as h:
-                        row, result = w.at(h * own), partial(h)
+                        row, result = w.at(h * head_bytes), partial(h)
                         block: tuple[Value, ...] = values.block(k, h)
                         step, (following, width), element = e.const(i64, values.by_key), keys.fetched(after, h), size
                         if self._widen is not None:

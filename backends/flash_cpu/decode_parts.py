@@ -95,17 +95,17 @@ def emit_add(module: ir.Module, buffers: Buffers, added: Added) -> ir.Function:
     lanes = buffers.isa.lanes
     type_ = vector(f32, lanes)
     with Function(module, "add", [ptr, ptr, i64, ptr, i64, i64], i64) as (e, (s, w, slot, positions, keys, count)):
-        row, flags, places = Rows(buffers, w), w.at(buffers.flags), w.at(buffers.positions)
+        row, flags, copied = Rows(buffers, w), w.at(buffers.flags), w.at(buffers.positions)
         rest, none, total = e.stack(type_), e.const(vector(i32, lanes), 0), e.variable(e.const(i32, 0))
         rest.store(e.const(type_, 0.0))
         if added.arrays.needs_positions:
             with e.loop(0, BLOCK_KEYS) as k:
-                places.at(k, 4).store(positions.at(e.min(k, keys - 1), 4).load(i32))
+                copied.at(k, 4).store(positions.at(e.min(k, keys - 1), 4).load(i32))
         with e.loop(0, keys, lanes) as k:
             flag = e.variable(none)
             with e.loop(0, count) as r:
                 place = row.scores(r).at(k, 4)
-                x = added.of_keys(e, s, w.at(buffers.added), r, slot + k, places.at(k, 4), rest)
+                x = added.of_keys(e, s, w.at(buffers.added), r, slot + k, copied.at(k, 4), rest)
                 hidden = (place.load(type_) < 0.0) | (x <= HIDDEN / 2)
                 place.store(e.select(hidden, e.const(type_, HIDDEN), x))
                 flag.set(e.select(hidden, flag(), e.const(none.type, 1)))
@@ -139,19 +139,19 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
         row = Rows(buffers, w)
         with e.loop(0, count, at_once) as first:
             slots = [e.min(first + j, count - 1) for j in range(at_once)]
-            places = [decode_slots.place(kernel, keys, slot, step) for slot in slots]
+            sources = [decode_slots.place(kernel, keys, slot, step) for slot in slots]
             if copy is not None:
-                for j, (slot, place) in enumerate(zip(slots, places, strict=True)):
-                    e.run(copy, place, w.at(j * width, 4), *_factor(kernel, slot, scales))
-                places = [w.at(j * width, 4) for j in range(at_once)]
+                for j, (slot, source) in enumerate(zip(slots, sources, strict=True)):
+                    e.run(copy, source, w.at(j * width, 4), *_factor(kernel, slot, scales))
+                sources = [w.at(j * width, 4) for j in range(at_once)]
             with e.loop(0, padded, tile) as r:
-                sums = [[e.variable(e.const(type_, 0.0)) for _ in places] for _ in range(tile)]
-                for j, place in enumerate(places):
+                sums = [[e.variable(e.const(type_, 0.0)) for _ in sources] for _ in range(tile)]
+                for j, source in enumerate(sources):
                     fetched = decode_slots.place(kernel, ahead, first + j, ahead_step)
                     with e.loop(0, width, vectors * isa.lanes) as d:
                         stored = elements.SIZE[kernel.stored]
                         e.prefetch(fetched.at(d, stored), vectors * isa.lanes * stored)
-                        some = _vectors(e, isa, place.at(d, size), dtype, vectors, halves=buffers.halves_keys)
+                        some = _vectors(e, isa, source.at(d, size), dtype, vectors, halves=buffers.halves_keys)
                         for v, x in enumerate(some):
                             for i in range(tile):
                                 query = row.query(r + i).at(d + v * isa.lanes, 4).load(type_)
@@ -161,13 +161,13 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     return e.function
 
 
-def _vectors(e: Function, isa: Isa, place: Value, dtype: str, count: int, *, halves: bool) -> list[Value]:
-    """So many vectors of numbers at ``place`` as float32, in their order or in halves."""
+def _vectors(e: Function, isa: Isa, source: Value, dtype: str, count: int, *, halves: bool) -> list[Value]:
+    """So many vectors of numbers at ``source`` as float32, in their order or in halves."""
     size, lanes = elements.SIZE[dtype], isa.lanes
     if halves:
-        pairs = (elements.load_halves(e, place.at(v * lanes, size), lanes) for v in range(0, count, 2))
+        pairs = (elements.load_halves(e, source.at(v * lanes, size), lanes) for v in range(0, count, 2))
         return [x for pair in pairs for x in pair]
-    return [elements.load(e, place.at(v * lanes, size), dtype, lanes) for v in range(count)]
+    return [elements.load(e, source.at(v * lanes, size), dtype, lanes) for v in range(count)]
 
 
 def _copy(module: ir.Module, buffers: Buffers, name: str, width: int) -> ir.Function:
@@ -266,8 +266,8 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
         n = len(of_values)
         values, step, (*ahead, ahead_step, out, first, last) = arguments[:n], arguments[n], arguments[n + 1 :]
         row, flags = Rows(buffers, w), w.at(buffers.flags)
-        places = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
-        sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in places]
+        targets = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
+        sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in targets]
         weights = [row.scores(r + i) for i in range(count)]
         with e.loop(first, last) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
             fetched = decode_slots.place(kernel, ahead, k, ahead_step)
@@ -283,7 +283,7 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
                     sums[i][j].set(weighed)
         for i in range(count):
             for j in range(vectors):
-                places[i][j].store(places[i][j].load(type_) + sums[i][j]())
+                targets[i][j].store(targets[i][j].load(type_) + sums[i][j]())
     return e.function
 
 

@@ -54,10 +54,10 @@ def aligned(size: Any) -> Any:
     return (size + (CACHE_LINE - 1)) // CACHE_LINE * CACHE_LINE
 
 
-def places(**sizes: int) -> tuple[dict[str, int], int]:
+def offsets(**sizes: int) -> tuple[dict[str, int], int]:
     """The offsets of buffers of these sizes that follow each other in whole cache lines, and where the last one ends.
 
-    >>> places(keys=4, values=100)
+    >>> offsets(keys=4, values=100)
     ({'keys': 0, 'values': 64}, 192)
     """
     ends = list(itertools.accumulate(map(aligned, sizes.values()), initial=0))

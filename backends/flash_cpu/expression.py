@@ -100,11 +100,11 @@ def _traced(function: Any, arguments: tuple[str, ...], results: tuple[str, ...])
         raise UnsupportedError(f"cannot be traced with one pair ({first[0]})") from error
     steps: list[Step] = []
     found = tuple(_inlined(closed.jaxpr, closed.consts, list(range(len(arguments))), len(arguments), steps))
-    given = tuple(_dtype(x, arguments, steps) for x in found)
+    dtypes = tuple(_dtype(x, arguments, steps) for x in found)
     if any(getattr(x, "shape", ()) for x in closed.out_avals):
         raise UnsupportedError(f"gives {', '.join(map(str, closed.out_avals))} for one pair, which is no number")
-    if given != results:
-        raise UnsupportedError(f"gives {', '.join(given)} for one pair, not {', '.join(results)}")
+    if dtypes != results:
+        raise UnsupportedError(f"gives {', '.join(dtypes)} for one pair, not {', '.join(results)}")
     if len(steps) > MOST:
         raise UnsupportedError(f"has {len(steps)} operations, more than {MOST}")
     return Expression(len(arguments), tuple(steps), found)
@@ -118,9 +118,9 @@ def _dtype(x: Operand, arguments: tuple[str, ...], steps: list[Step]) -> str:
     return arguments[x] if x < len(arguments) else steps[x - len(arguments)].dtype
 
 
-def _inlined(jaxpr: Any, consts: Any, given: list[Operand], first: int, steps: list[Step]) -> list[Operand]:
+def _inlined(jaxpr: Any, consts: Any, arguments: list[Operand], first: int, steps: list[Step]) -> list[Operand]:
     """Appends a jaxpr's operations; what its results are."""
-    values: dict[Any, Operand] = dict(zip(jaxpr.invars, given, strict=True))
+    values: dict[Any, Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
     values |= {var: _constant(x) for var, x in zip(jaxpr.constvars, consts, strict=True)}
 
     def read(x: Any) -> Operand:

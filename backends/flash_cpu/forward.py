@@ -20,12 +20,12 @@ from llvmlite import ir
 
 from . import added, masking, rows
 from .added import Added, Arrays
-from .emit import Function, Value, f32, i32, i64, places, ptr, vector
+from .emit import Function, Value, f32, i32, i64, offsets, ptr, vector
 from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
 from .packing import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
-from .softmax import HIDDEN, Places, softmax
+from .softmax import HIDDEN, GroupPointers, softmax
 
 BLOCK_KEYS = 96
 UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come out as zero in the backward pass
@@ -100,7 +100,7 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     queries = block_rows(isa)
     width = rows.padded(kernel.head_dim, isa, isa.pack(kernel.dtype))
     value_width = rows.padded(kernel.value_head_dim, isa)
-    return places(
+    return offsets(
         query=queries * width * 4,
         scores=max(keys, width) * queries * 4,
         added=keys * queries * 4 * kernel.arrays.any,
@@ -173,8 +173,8 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
         e.run(read, s, w, head, start, count)
         if find_rows is not None:
             e.run(find_rows, s, head // dims["K"], head % dims["K"], start, count, w.at(at["added_rows"]))
-        given = [] if extra is None else [s]
-        e.run(attend, w, *of_head(blocks, state, s, dims, head), *given, blocks.count(dims))
+        extra_state = [] if extra is None else [s]
+        e.run(attend, w, *of_head(blocks, state, s, dims, head), *extra_state, blocks.count(dims))
         e.run(write, s, w, head, start, count)
     return e.function
 
@@ -292,16 +292,16 @@ def emit_attend(
                 with e.when(some):
                     s = w.at(at["scores"]).at(g, 4)
                     scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
-                    running = Places(
+                    running = GroupPointers(
                         *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
                     )
                     of_group = [] if modify is None else [w.at(at["added_rows"]).at(g, 4)]
-                    given = (s, *running.all, *block, numbers, *to_add, *of_group, *pools[:1], live.start, live.stop)
+                    inputs = (s, *running.all, *block, numbers, *to_add, *of_group, *pools[:1], live.start, live.stop)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,
-                        lambda a=given, r=raised: r.set(e.run(masked, *a)),
-                        lambda a=given, r=raised: r.set(e.run(plain, *a)),
+                        lambda a=inputs, r=raised: r.set(e.run(masked, *a)),
+                        lambda a=inputs, r=raised: r.set(e.run(plain, *a)),
                     )
                     for to_top in pools[1:]:
                         for lane in range(0, isa.group, isa.lanes):

@@ -236,10 +236,10 @@ class _Handler:
     def _answer_version(self, e: Function, api: Value, extension: Value) -> None:
         """Answer XLA's question for the API version: this major version, and XLA's own minor one."""
         version = api.at(_API_VERSION).load(i64)
-        asked = e.variable(e.const(i64, 0))
+        requested = e.variable(e.const(i64, 0))
         with e.when(extension.is_null().equals(0)):
-            asked.set(extension.at(8).load(i32).integer(i64))
-        with e.leave_when(asked().equals(1)):
+            requested.set(extension.at(8).load(i32).integer(i64))
+        with e.leave_when(requested().equals(1)):
             metadata = extension.at(24).load(ptr)
             minor = version >> 32
             metadata.at(24).store((minor << 32) + API_MAJOR, 8)

@@ -150,16 +150,16 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                     exists.set(ids.at(slot, 4).load(i32).compare("!=", NO_KEY))
                 targets = {"key": keys.at(j * strides["key"], 4), "value": to_value.at(i * strides["value"], 4)}
                 row_of = (batch * length + slot) * heads + head % heads
-                places = {name: state.pointer(s, f"data:{name}").at(row_of * widths[name], size) for name in copies}
+                sources = {name: state.pointer(s, f"data:{name}").at(row_of * widths[name], size) for name in copies}
                 bad = e.variable(e.const(i32, 0))
                 with e.when(exists()):
-                    for name, place in places.items():
-                        exists.set(exists() & e.run(finite[name], place))
+                    for name, source in sources.items():
+                        exists.set(exists() & e.run(finite[name], source))
                     bad.set(e.select(exists(), e.const(i32, 0), 1))
                 spoilt.at(j + 1, 4).store(bad())
                 any_spoilt.set(any_spoilt() | bad())
                 for name, copy in copies.items():
-                    rows.copy_or_zeros(e, exists(), copy, places[name], targets[name], strides[name])
+                    rows.copy_or_zeros(e, exists(), copy, sources[name], targets[name], strides[name])
             if join is not None:
                 e.run(join, w, values.at(term // pack * blocks.value_width, 4), pack)
         spoilt.store(any_spoilt())

@@ -72,8 +72,8 @@ def join(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
         e.loop(0, count, 2) as r,
         e.loop(0, width, isa.lanes) as d,
     ):
-        places = (source.at((r + n) * stride, 4).at(d, 2) for n in (0, 1))
-        low, high = (Value(e, e.builder.zext(place.load(half, 2).raw, wide)) for place in places)
+        pair = (source.at((r + n) * stride, 4).at(d, 2) for n in (0, 1))
+        low, high = (Value(e, e.builder.zext(row.load(half, 2).raw, wide)) for row in pair)
         target.at(r // 2 * width + d, 4).store(low | (high << 16))
     return e.function
 

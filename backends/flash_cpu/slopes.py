@@ -75,8 +75,8 @@ def slopes(
         top, inverse, delta, limit, d_lse = (row(n) for n in (TOP, INVERSE, DELTA, LIMIT, D_LSE))
         negative = [e.const(type_, 0.0) - x for x in top]
         factors = [e.splat(numbers.at(n).load(f32), lanes) for n in (SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE)]
-        places = (per_query.at(n * queries, 4) for n in (FIRST, LAST, QUERY_ID))
-        see = Lanes.of(isa, *places) if mixed else None
+        bounds = (per_query.at(n * queries, 4) for n in (FIRST, LAST, QUERY_ID))
+        see = Lanes.of(isa, *bounds) if mixed else None
         zero = e.const(type_, 0.0)
 
         def at_key(k: Value, v: int) -> tuple[Value, Value]:
@@ -96,8 +96,8 @@ def slopes(
             slope = p * (d_probs.at(k * queries + v * lanes, 4).load(type_) - delta[v])
             slope = e.fma(p, d_lse[v], e.select(p > limit[v], zero, slope))
             if see is not None:
-                shown = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
-                seen = shown if seen is None else seen & shown
+                visible = see.see(e, isa, v, position.at(k, 4).load(i32), key_id.at(k, 4).load(i32))
+                seen = visible if seen is None else seen & visible
             bent = slope if bend is None else slope * bend
             if terms is not None and seen is not None:
                 terms.store(e.select(seen, slope, zero))

@@ -34,7 +34,7 @@ SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE = range(0, 16, 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class GroupPointers:
     """Pointers to a group's running numbers (float32) and to its intervals and ids (int32)."""
 
     top: Value

@@ -22,8 +22,8 @@ from .sparse import LISTS, SparseKernel, fits
 def signature(isa: Isa, this: SparseKernel) -> Signature:
     """How XLA calls a backward pass: as that of dense attention, with the lists of the forward pass."""
     buffers = Buffers(isa, this.kernel, listed=True)
-    given, found = (*operands(this.kernel), *LISTS), results(this.kernel)
-    return Signature(given, found, buffers.shared_bytes, buffers.worker_bytes, fits)
+    arguments, found = (*operands(this.kernel), *LISTS), results(this.kernel)
+    return Signature(arguments, found, buffers.shared_bytes, buffers.worker_bytes, fits)
 
 
 def phases(module: ir.Module, isa: Isa, this: SparseKernel, state: State) -> tuple[Phase, ...]:
@@ -51,7 +51,7 @@ def _emit_item(module: ir.Module, buffers: Buffers, unit: int, state: State, wri
         head, part = index // parts, index % parts
         tiles, slots = w.at(block_size), w.at(of_block["slots"])
         gradients = tiles.at(most * tile_size + size)
-        kept = state.pointer(s, "shared").at(index * buffers.gradient_bytes(dims))
+        partials = state.pointer(s, "shared").at(index * buffers.gradient_bytes(dims))
         with e.loop(part, blocks(dims), parts) as n:
             e.run(fill, gradients.at(n // parts * size), size // 4, zero)
         filled = e.variable(e.const(i64, 0))
@@ -78,7 +78,7 @@ def _emit_item(module: ir.Module, buffers: Buffers, unit: int, state: State, wri
                 e.either(
                     parts.equals(1),
                     lambda d=d_query, n=n: e.run(write, s, d, head, n),
-                    lambda d=d_query, n=n: e.run(keep, d, kept.at(n * tile_terms, 4)),
+                    lambda d=d_query, n=n: e.run(keep, d, partials.at(n * tile_terms, 4)),
                 )
         with e.loop(part, blocks(dims), parts) as n:
             e.run(store, s, gradients.at(n // parts * size), head, n * BLOCK_KEYS)

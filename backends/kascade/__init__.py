@@ -19,8 +19,8 @@ from .schedule import greedy_anchors as greedy_anchors
 from .schedule import greedy_by_loss as greedy_by_loss
 from .schedule import layer_similarity as layer_similarity
 from .schedule import manual as manual
-from .selection import Places as Places
 from .selection import Selection as Selection
+from .selection import TileLayout as TileLayout
 from .settings import OPTIONS as OPTIONS
 from .settings import Settings as Settings
 from .settings import Tiling as Tiling

@@ -27,10 +27,10 @@ from ..sharding import MeshAxes
 from . import tuning
 from .backward import differentiable
 from .cost import runs_dense
-from .kept import kept
+from .kept import selected_share
 from .kernels import Kernels
 from .schedule import LayerRole, manual
-from .selection import Places, Selection
+from .selection import Selection, TileLayout
 from .settings import OPTIONS as ACCEPTED
 from .settings import Kernel, Settings, Tiling
 from .xla import Heads, XlaKernels
@@ -90,7 +90,7 @@ class Kascade:
         schedule = manual((0, 1), num_layers=3, kv_heads=spec.num_kv_heads)
         return {"anchor": ({}, 0), "reuse": ({"schedule": schedule}, 2)}
 
-    keeps = staticmethod(kept)
+    selected_share = staticmethod(selected_share)
 
     @property
     def exact_options(self) -> Mapping[str, Any]:
@@ -124,16 +124,16 @@ class Kascade:
         roles = _roles(settings, spec)
         num_layers = None if roles is None else len(roles)
         tiling = Tiling.of(spec, settings)
-        places = Places.of(spec, layout, tiling)
+        tile_layout = TileLayout.of(spec, layout, tiling)
         if (instead := runs_dense(spec, settings)) is not None:
             dense = resolve("auto", spec, target)
             notes = (f"{instead}; {dense.backend.name} ran.",)
             return Plan(dense.plan(layout).attend, notes, num_layers=num_layers)
         kernels = _kernels(self.heads, spec, settings, tiling, target, mode)
         attend_selected = differentiable(kernels) if spec.needs_grad else kernels.attend_selected
-        dense_layer = functools.partial(kernels.dense_layer, places)
+        dense_layer = functools.partial(kernels.dense_layer, tile_layout)
         if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
-            dense_layer = _dense(kernels, places, layout, target)
+            dense_layer = _dense(kernels, tile_layout, layout, target)
 
         def attend(
             query: Float[Array, "b t n h"],
@@ -146,14 +146,14 @@ class Kascade:
                 selection = _carried(carry, tiling, spec, layer)
                 if settings.ablation != "no_remap":
                     selection = selection.remapped(head_map)
-                return attend_selected(places, query, key, value, selection), carry
+                return attend_selected(tile_layout, query, key, value, selection), carry
 
             def dense(_: Any) -> Any:
                 return dense_layer(query, key, value)
 
             def anchor(_: Any) -> tuple[Array, Carry]:
-                selection = kernels.select(places, *jax.lax.stop_gradient((query, key)))
-                return attend_selected(places, query, key, value, selection), selection
+                selection = kernels.select(tile_layout, *jax.lax.stop_gradient((query, key)))
+                return attend_selected(tile_layout, query, key, value, selection), selection
 
             by_role = {"dense": dense, "anchor": anchor, "reuse": reuse}
             if roles is None or layer is None:
@@ -175,7 +175,7 @@ def _kernels(
 
 
 def _dense(
-    kernels: Kernels, places: Places, layout: Layout, target: Target
+    kernels: Kernels, tile_layout: TileLayout, layout: Layout, target: Target
 ) -> Callable[[Array, Array, Array], tuple[Array, Selection]]:
     """A dense layer: the kernels' own where they have one and nothing is differentiated, else another backend's plan.
 
@@ -192,9 +192,9 @@ def _dense(
         return refuse
 
     def dense(query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
-        if not kernels.spec.needs_grad and (found := kernels.dense_layer(places, query, key, value)):
+        if not kernels.spec.needs_grad and (found := kernels.dense_layer(tile_layout, query, key, value)):
             return found
-        return planned.run(query, key, value)[0], kernels.select(places, *jax.lax.stop_gradient((query, key)))
+        return planned.run(query, key, value)[0], kernels.select(tile_layout, *jax.lax.stop_gradient((query, key)))
 
     return dense
 
@@ -216,8 +216,8 @@ def _traced_role(
     roles: tuple[LayerRole, ...], layer: Array, spec: AttentionSpec, by_role: Mapping[str, Callable[..., Any]]
 ) -> Any:
     """The role of a layer whose number is known when the program runs: each role's code once."""
-    own = tuple(range(spec.num_kv_heads))
-    head_maps = jnp.asarray([role.head_map or own for role in roles])
+    identity = tuple(range(spec.num_kv_heads))
+    head_maps = jnp.asarray([role.head_map or identity for role in roles])
     used = [name for name in by_role if name in {role.role for role in roles}]
     which = jnp.asarray([used.index(role.role) for role in roles])
     return jax.lax.switch(which[layer], [by_role[name] for name in used], head_maps[layer])
@@ -246,10 +246,10 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: Any) -> S
 
 def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None) -> Settings:
     """The settings of the options, over those of the file that ``tuned`` names. Raises ValueError."""
-    given = dict(options or {})
-    if isinstance(given.get("tuned"), str):
-        given = {**choices.with_tuned(given, "kascade", ACCEPTED, target, spec)[0], **given}
-    return Settings.of(given, default_kernel(target, mode))
+    options = dict(options or {})
+    if isinstance(options.get("tuned"), str):
+        options = {**choices.with_tuned(options, "kascade", ACCEPTED, target, spec)[0], **options}
+    return Settings.of(options, default_kernel(target, mode))
 
 
 def default_kernel(target: Target, mode: Mode = "native") -> Kernel:

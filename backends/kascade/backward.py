@@ -3,7 +3,7 @@
 One query tile after the other, as FlashAttention-2's backward pass (arXiv 2307.08691) does by blocks: the probabilities
 of a tile are computed again from the units in its list, and the gradients of those keys and values are added where they
 lie. Memory is linear in the sequence length. It is written in XLA for every platform; kernels that have a backward pass
-for a problem (``Kernels.keeping``) take its place.
+for a problem (``Kernels.attend_with_residuals``) take its place.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from jaxtyping import Array, Float, Int
 from ..contract import AttentionSpec
 from ..derivatives import first_derivative, forward_mode_explained
 from .kernels import Kernels
-from .selection import Places, Selection, with_own
+from .selection import Selection, TileLayout, with_local
 from .settings import Tiling
 from .xla import Prefill, heads_and_tiles, tiled, untiled
 
-Attend = Callable[[Places, Array, Array, Array, Selection], Array]
+Attend = Callable[[TileLayout, Array, Array, Array, Selection], Array]
 
 
 def differentiable(kernels: Kernels) -> Attend:
     """``kernels.attend_selected`` with the gradient of the kernels, or of :func:`gradients`."""
 
-    def run(places: Places, *operands: Any) -> Array:
-        leaves, tree = jax.tree.flatten(places)
+    def run(layout: TileLayout, *operands: Any) -> Array:
+        leaves, tree = jax.tree.flatten(layout)
         # What may be traced is an argument, NumPy arrays stay what they are: kernels read them when they are planned.
         known = [None if isinstance(x, jax.Array) else x for x in leaves]
 
-        def placed(traced: list[Array]) -> Places:
+        def layout_of(traced: list[Array]) -> TileLayout:
             rest = iter(traced)
             return tree.unflatten([next(rest) if x is None else x for x in known])
 
         def plain(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Array:
-            return kernels.attend_selected(placed(traced), query, key, value, selection)
+            return kernels.attend_selected(layout_of(traced), query, key, value, selection)
 
         def forward(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Any:
-            listed = with_own(kernels.tiling, placed(traced), selection)
-            found = kernels.keeping(placed(traced), query, key, value, listed)
-            out, kept = found or (plain(traced, query, key, value, selection), None)
-            return out, (traced, query, key, value, listed, kept)
+            listed = with_local(kernels.tiling, layout_of(traced), selection)
+            found = kernels.attend_with_residuals(layout_of(traced), query, key, value, listed)
+            out, residuals = found or (plain(traced, query, key, value, selection), None)
+            return out, (traced, query, key, value, listed, residuals)
 
         def backward(saved: Any, d_out: Array) -> Any:
-            traced, query, key, value, listed, kept = saved
-            operands = placed(traced), query, key, value, listed
-            if kept is None:
+            traced, query, key, value, listed, residuals = saved
+            operands = layout_of(traced), query, key, value, listed
+            if residuals is None:
                 return None, *gradients(kernels.spec, kernels.tiling, *operands, d_out), None
-            return None, *kernels.gradients(*operands, kept, d_out), None
+            return None, *kernels.gradients(*operands, residuals, d_out), None
 
         call = jax.custom_vjp(plain)
         call.defvjp(forward, first_derivative(backward))
@@ -65,7 +65,7 @@ def differentiable(kernels: Kernels) -> Attend:
 def gradients(
     spec: AttentionSpec,
     tiling: Tiling,
-    places: Places,
+    layout: TileLayout,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],
@@ -74,9 +74,9 @@ def gradients(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
     """Gradients of query, key and value in their dtypes, for the output's ``d_out``.
 
-    ``listed`` is what :func:`attnsuite.backends.kascade.selection.with_own` gives: the units that each tile visits.
+    ``listed`` is what :func:`attnsuite.backends.kascade.selection.with_local` gives: the units that each tile visits.
     """
-    this, keys, values = Prefill(spec, tiling, places), _units(key, tiling), _units(value, tiling)
+    this, keys, values = Prefill(spec, tiling, layout), _units(key, tiling), _units(value, tiling)
     within = jnp.arange(tiling.unit, dtype=jnp.int32)[None]
 
     def one_tile(sums: tuple[Array, Array], tile: Any) -> tuple[tuple[Array, Array], Array]:

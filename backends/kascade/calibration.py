@@ -28,12 +28,12 @@ class Calibration:
 
     - ``importance [layers]``: 1 - cos(x, x + attention output), mean over tokens.
     - ``mass_similarity [anchor, layer, anchor KV head, layer KV head]``: the attention that the layer's head keeps with
-      the anchor's selection, relative to that with its own (both with the own region); least over query tiles, mean
+      the anchor's selection, relative to that with its own (both with the local region); least over query tiles, mean
       over prompts; zero where the anchor is not before the layer.
     - ``jaccard_similarity``, same shape: overlap of the two selected sets over their union, mean over the tiles that
       had a choice, then over prompts.
-    - ``mass [layers, KV heads, query tiles]``: share of the pooled attention mass in the layer's own selection and own
-      region, mean over the prompts that are long enough.
+    - ``mass [layers, KV heads, query tiles]``: share of the pooled attention mass in the layer's own selection and
+      local region, mean over the prompts that are long enough.
     - ``settings``: how keys were selected (tiles, top_k, ...). ``text``: the source of the prompts.
     - ``fingerprint``: of the model; see ``models.kascade.calibration``.
     """

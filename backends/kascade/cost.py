@@ -58,12 +58,12 @@ def kept_fraction(
     behind_a_cache = spec.has_positions or spec.query_length == 1
     last = (spec.key_value_length if behind_a_cache else spec.query_length) - 1 if position is None else position
     rows = last + 1 - spec.query_length + np.arange(spec.query_length)
-    starts = np.repeat(rows[:: tiling.query_tile], tiling.query_tile)[: len(rows)] // tiling.unit  # own region's unit
+    starts = np.repeat(rows[:: tiling.query_tile], tiling.query_tile)[: len(rows)] // tiling.unit  # local region's unit
     visible = np.minimum(rows + 1, spec.key_value_length)
     earlier = np.minimum(starts, spec.key_value_length // tiling.unit) * tiling.unit
     chosen = np.asarray(tiling.budgets)[np.minimum(starts, len(tiling.budgets) - 1)] * tiling.unit
-    kept = np.minimum(chosen, earlier) + (visible - np.minimum(earlier, visible))
-    causal, attended = float(visible.sum()), float(kept.sum())
+    attended_keys = np.minimum(chosen, earlier) + (visible - np.minimum(earlier, visible))
+    causal, attended = float(visible.sum()), float(attended_keys.sum())
     select = _SELECT[settings.granularity]
     share = attended / causal
     cost = {
@@ -100,10 +100,10 @@ def not_profitable(spec: AttentionSpec, settings: Settings) -> str | None:
     none. Fewer FLOPs do not mean less time; sparse attention pays only below :data:`WORTHWHILE`.
     """
     layers = 1 if settings.schedule is None else len(settings.schedule.layers)
-    kept = kept_fraction(spec, settings, layers).flops
-    if kept < WORTHWHILE:
+    fraction = kept_fraction(spec, settings, layers).flops
+    if fraction < WORTHWHILE:
         return None
     return (
-        f"kascade: sparse attention would compute {kept:.2f} of dense attention's causal FLOPs here, and "
+        f"kascade: sparse attention would compute {fraction:.2f} of dense attention's causal FLOPs here, and "
         f"when='profitable' runs dense from {WORTHWHILE} on"
     )

@@ -25,7 +25,7 @@ from ..flash_cpu.visibility import Visibility, visibility
 from ..kv_layout import swap
 from . import steps
 from .kernels import Kernels
-from .selection import Places
+from .selection import TileLayout
 from .settings import Settings
 
 
@@ -58,17 +58,17 @@ class FlashCpuKernels(Kernels):
         # A step's keys and values are swapped: this cancels the swap by which a cache becomes an operand.
         return Calls(dataclasses.replace(self.spec, kv_layout="HND") if is_decode(self.spec) else self.spec, isa)
 
-    def pooled_mass(self, places: Places, query: Array, key: Array) -> Array:
+    def pooled_mass(self, layout: TileLayout, query: Array, key: Array) -> Array:
         """As :meth:`Kernels.pooled_mass`."""
         if self._mass_by_xla:
-            return steps.pooled_mass(self.spec, self.tiling, places, query, key)[0][:, :, None]
-        return self._mass(places, query, key, None)[0]
+            return steps.pooled_mass(self.spec, self.tiling, layout, query, key)[0][:, :, None]
+        return self._mass(layout, query, key, None)[0]
 
-    def dense(self, places: Places, query: Array, key: Array, value: Array) -> tuple[Array, Array] | None:
+    def dense(self, layout: TileLayout, query: Array, key: Array, value: Array) -> tuple[Array, Array] | None:
         """As :meth:`Kernels.dense`."""
         if self._mass_by_xla:
             return None
-        mass, out = self._mass(places, query, key, value)
+        mass, out = self._mass(layout, query, key, value)
         return out, mass
 
     @property
@@ -77,56 +77,58 @@ class FlashCpuKernels(Kernels):
         short = not is_decode(self.spec) or self.tiling.unit < decode.BLOCK_KEYS
         return self.spec.query_length == 1 and short
 
-    def _mass(self, places: Places, query: Array, key: Array, value: Array | None) -> tuple[Array, Any]:
+    def _mass(self, layout: TileLayout, query: Array, key: Array, value: Array | None) -> tuple[Array, Any]:
         """The mass; with ``value`` also the output of dense attention, else None."""
         if self.spec.query_length == 1:
-            seen = self._seen(places)
+            seen = self._seen(layout)
             mass, out = self._calls.decode_mass(query, swap(key), swap(value), seen, self.tiling.unit)
             return mass[:, :, None], out
         arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
-        found = self._run("mass", places, arrays)
+        found = self._run("mass", layout, arrays)
         return found["mass"], found.get("out")
 
-    def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
+    def attend(self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array) -> Array:
         """As :meth:`Kernels.attend`."""
         if is_decode(self.spec) and self.tiling.query_tiles == 1:
-            cache, seen = (swap(key), swap(value)), self._seen(places)
+            cache, seen = (swap(key), swap(value)), self._seen(layout)
             return self._calls.decode_listed(query, *cache, seen, listed[:, :, 0], self.tiling.unit)
-        return self._run("listed", places, {"query": query, "key": key, "value": value, "listed": listed})["out"]
+        return self._run("listed", layout, {"query": query, "key": key, "value": value, "listed": listed})["out"]
 
-    def keeping(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> tuple[Array, Any]:
-        """As :meth:`Kernels.keeping`: an output that is not rounded, and the maximum and sum of every row."""
+    def attend_with_residuals(
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array
+    ) -> tuple[Array, Any]:
+        """As :meth:`Kernels.attend_with_residuals`: the output not rounded, and the maximum and sum of every row."""
         operands = {"query": query, "key": key, "value": value, "listed": listed}
-        kept = self._run("listed", places, operands, unrounded=True)
-        return kept["out"].astype(query.dtype), kept
+        residuals = self._run("listed", layout, operands, unrounded=True)
+        return residuals["out"].astype(query.dtype), residuals
 
     def gradients(
-        self, places: Places, query: Array, key: Array, value: Array, listed: Array, kept: Any, d_out: Array
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array, residuals: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """As :meth:`Kernels.gradients`."""
         operands = {"query": query, "key": key, "value": value, "listed": listed, "d_out": d_out}
-        arrays = operands | kept | {"d_lse": jnp.zeros_like(kept["top"])} | self._seen(places).by_name
+        arrays = operands | residuals | {"d_lse": jnp.zeros_like(residuals["top"])} | self._seen(layout).by_name
         kernel = SparseKernel(self._calls.kernel, self.tiling.unit, "listed")
         found = self._calls.gradients("sparse_backward", kernel, arrays, Q=self.tiling.query_tile)
         return found["d_query"], found["d_key"], found["d_value"]
 
     def _run(
-        self, units: Literal["listed", "mass"], places: Places, arrays: dict[str, Array], *, unrounded: bool = False
+        self, units: Literal["listed", "mass"], layout: TileLayout, arrays: dict[str, Array], *, unrounded: bool = False
     ) -> dict[str, Array]:
         """The results of one of the kernels for several query tiles."""
         v_dim = arrays["value"].shape[-1] if "value" in arrays else 0
         calls = dataclasses.replace(self._calls, float32_results=unrounded)
         kernel = SparseKernel(dataclasses.replace(calls.kernel, value_head_dim=v_dim), self.tiling.unit, units)
-        tiling, arrays = self.tiling, arrays | self._seen(places).by_name
+        tiling, arrays = self.tiling, arrays | self._seen(layout).by_name
         return calls.call("sparse", kernel, arrays, Q=tiling.query_tile, I=tiling.query_tiles, W=tiling.units)
 
-    def _seen(self, places: Places) -> Visibility:
+    def _seen(self, layout: TileLayout) -> Visibility:
         """The mask without the selection: causal over slots, inside length and segment."""
-        t, ids = self.spec.query_length, places.query_segment_ids
-        layout = Layout(
+        t, ids = self.spec.query_length, layout.query_segment_ids
+        seen = Layout(
             query_segment_ids=None if ids is None else ids[:, :t],
-            key_value_segment_ids=places.key_value_segment_ids,
-            query_positions=places.query_positions[:, :t],
-            key_value_seq_lengths=places.lengths,
+            key_value_segment_ids=layout.key_value_segment_ids,
+            query_positions=layout.query_positions[:, :t],
+            key_value_seq_lengths=layout.lengths,
         )
-        return visibility(self.spec, layout)
+        return visibility(self.spec, seen)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..contract import Kept
+from ..contract import SelectedShare
 from ..spec import AttentionSpec
 from .cost import kept_fraction, runs_dense
 from .schedule import LayerRole
 from .settings import Settings
 
 
-def kept(spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int) -> Kept:
-    """What ``layers`` of a model of ``num_layers`` keep, by formula from lengths and settings. Raises ValueError."""
+def selected_share(
+    spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...], num_layers: int
+) -> SelectedShare:
+    """What ``layers`` of a model of ``num_layers`` attend to, by formula of lengths and settings. Raises ValueError."""
     settings = Settings.of(options)
     fraction = kept_fraction(spec, settings, num_layers)
     schedule = settings.schedule
@@ -22,7 +24,7 @@ def kept(spec: AttentionSpec, options: Mapping[str, Any], layers: tuple[int, ...
     shares = {role.role: 1.0 if role.role == "dense" else share for role in roles.values()}
     pairs = sum(shares[role.role] for role in roles.values()) / len(roles)
     figures = {"kept_pairs": pairs, **{f"kept_pairs_{role}": share for role, share in shares.items()}}
-    return Kept(pairs, figures, tuple(_lines(settings, roles, shares, pairs)))
+    return SelectedShare(pairs, figures, tuple(_lines(settings, roles, shares, pairs)))
 
 
 def _lines(

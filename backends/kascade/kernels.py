@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
 from ..devices import Target
-from .selection import Places, Selection, select, with_own
+from .selection import Selection, TileLayout, select, with_local
 from .settings import Settings, Tiling
 
 
@@ -23,7 +23,7 @@ class Kernels:
     """The kernels for one problem, prefill or decoding (``query_length`` 1); made once per plan.
 
     Arrays lie as in the contract: ``query [B, T, N, H]``, ``key [B, S, K, H]``, ``value [B, S, K, Hv]``, of
-    ``spec.dtype``, neither padded nor scaled (``spec.softmax_scale``, then ``spec.logits_soft_cap``). ``places`` holds
+    ``spec.dtype``, neither padded nor scaled (``spec.softmax_scale``, then ``spec.logits_soft_cap``). ``layout`` holds
     query positions padded to whole query tiles, key lengths, and segment ids or None; NumPy arrays if static.
     """
 
@@ -39,7 +39,7 @@ class Kernels:
 
     def pooled_mass(
         self,
-        places: Places,
+        layout: TileLayout,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
     ) -> Float[Array, "batch kv_heads query_tiles units"]:
@@ -50,26 +50,26 @@ class Kernels:
         """
         raise NotImplementedError
 
-    def select(self, places: Places, query: Array, key: Array) -> Selection:
+    def select(self, layout: TileLayout, query: Array, key: Array) -> Selection:
         """The selection of an anchor, by :meth:`pooled_mass`."""
-        return select(self.tiling, places, self.pooled_mass(places, query, key), self.settings.ablation)
+        return select(self.tiling, layout, self.pooled_mass(layout, query, key), self.settings.ablation)
 
     def dense_layer(
-        self, places: Places, query: Array, key: Array, value: Array
+        self, layout: TileLayout, query: Array, key: Array, value: Array
     ) -> tuple[Float[Array, "batch q_len heads v_dim"], Selection] | None:
         """Attention to all keys, and the selection; None where :meth:`dense` has none."""
-        found = self.dense(places, query, key, value)
-        return None if found is None else (found[0], select(self.tiling, places, found[1], self.settings.ablation))
+        found = self.dense(layout, query, key, value)
+        return None if found is None else (found[0], select(self.tiling, layout, found[1], self.settings.ablation))
 
     def attend_selected(
-        self, places: Places, query: Array, key: Array, value: Array, selection: Selection
+        self, layout: TileLayout, query: Array, key: Array, value: Array, selection: Selection
     ) -> Float[Array, "batch q_len heads v_dim"]:
-        """:meth:`attend` to a selection and to the own region of each query tile."""
-        return self.attend(places, query, key, value, with_own(self.tiling, places, selection))
+        """:meth:`attend` to a selection and to the local region of each query tile."""
+        return self.attend(layout, query, key, value, with_local(self.tiling, layout, selection))
 
     def dense(
         self,
-        places: Places,
+        layout: TileLayout,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         value: Float[Array, "batch kv_len kv_heads v_dim"],
@@ -77,9 +77,9 @@ class Kernels:
         """Attention to all keys and the pooled mass, in one pass over the keys; None where there is no such pass."""
         return None
 
-    def keeping(
+    def attend_with_residuals(
         self,
-        places: Places,
+        layout: TileLayout,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         value: Float[Array, "batch kv_len kv_heads v_dim"],
@@ -90,20 +90,20 @@ class Kernels:
 
     def gradients(
         self,
-        places: Places,
+        layout: TileLayout,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         value: Float[Array, "batch kv_len kv_heads v_dim"],
         listed: Int[Array, "batch kv_heads query_tiles slots"],
-        kept: Any,
+        residuals: Any,
         d_out: Float[Array, "batch q_len heads v_dim"],
     ) -> tuple[Array, Array, Array]:
-        """Gradients of query, key and value in their dtypes, for the output's ``d_out``, from what was kept."""
+        """Gradients of query, key and value in their dtypes, for the output's ``d_out``, from the residuals."""
         raise NotImplementedError
 
     def attend(
         self,
-        places: Places,
+        layout: TileLayout,
         query: Float[Array, "batch q_len heads head_dim"],
         key: Float[Array, "batch kv_len kv_heads head_dim"],
         value: Float[Array, "batch kv_len kv_heads v_dim"],
@@ -111,9 +111,9 @@ class Kernels:
     ) -> Float[Array, "batch q_len heads v_dim"]:
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
 
-        ``listed`` int32 is the result of :func:`attnsuite.backends.kascade.selection.with_own`: ascending, distinct, -1
-        to the end, own region included. Unit u holds the key slots ``u * tiling.unit`` to
-        ``(u + 1) * tiling.unit - 1``; slots from ``places.lengths`` on do not exist.
+        ``listed`` int32 is the result of :func:`attnsuite.backends.kascade.selection.with_local`: ascending, distinct,
+        -1 to the end, local region included. Unit u holds the key slots ``u * tiling.unit`` to
+        ``(u + 1) * tiling.unit - 1``; slots from ``layout.lengths`` on do not exist.
         :func:`attnsuite.backends.kascade.selection.may_see` is the mask inside a unit. It is needed for units that
         reach beyond the tile's first query position or beyond the length, and if there are segment ids. A row that sees
         nothing is exactly zero.

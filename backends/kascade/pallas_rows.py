@@ -21,7 +21,7 @@ from ..contract import AttentionSpec
 from ..devices import Platform, Target
 from .block_sizes import TileBlocks
 from .kernels import Kernels
-from .selection import Places
+from .selection import TileLayout
 from .settings import Settings, Tiling
 from .xla import tiled, untiled
 
@@ -30,7 +30,7 @@ HIDDEN = float(jnp.finfo(jnp.float32).min)
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
 
 
-class Placed(NamedTuple):
+class FlatLayout(NamedTuple):
     """The position of the first query of every query tile of every sequence, the keys of every sequence, and ids.
 
     Ids of queries are padded as query tiles are, those of keys to whole tiles; () where there are none.
@@ -74,60 +74,68 @@ class PallasKernels(Kernels):
         """Queries of a block of rows."""
         raise NotImplementedError
 
-    def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "..."]:
+    def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "..."]:
         """The pooled mass by query tile, part of it, and unit."""
         raise NotImplementedError
 
     def attend_rows(
-        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed, *, keep: bool
+        self,
+        rows: Array,
+        keys: Array,
+        values: Array,
+        tiles: Array,
+        counts: Array,
+        flat: FlatLayout,
+        *,
+        return_residuals: bool,
     ) -> tuple[Array, ...]:
         """Attention to the first ``counts [query tiles]`` of the listed ``tiles [query tiles, slots]``.
 
-        The output ``[blocks, rows, v]``. With ``keep`` it is float32, and the log-sum-exp ``[blocks, rows]`` of every
-        row follows.
+        The output ``[blocks, rows, v]``. With ``return_residuals`` it is float32, and the log-sum-exp
+        ``[blocks, rows]`` of every row follows.
         """
         raise NotImplementedError
 
     def gradients_of_rows(
-        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed
+        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, flat: FlatLayout
     ) -> tuple[Array, ...]:
         """Float32 gradients of the rows, or of keys and values; of what nothing visits they are not defined."""
         raise NotImplementedError
 
-    def pooled_mass(self, places: Places, query: Array, key: Array) -> Array:
+    def pooled_mass(self, layout: TileLayout, query: Array, key: Array) -> Array:
         """As :meth:`Kernels.pooled_mass`."""
         spec, tiling = self.spec, self.tiling
-        mass = self.mass_of_rows(tiled(query, *self._tiles), self.heads(key), self._placed(places))
+        mass = self.mass_of_rows(tiled(query, *self._tiles), self.heads(key), self._flat_layout(layout))
         return mass.reshape(spec.batch, spec.num_kv_heads, tiling.query_tiles, -1, tiling.units).sum(3)
 
-    def attend(self, places: Places, query: Array, key: Array, value: Array, listed: Array) -> Array:
+    def attend(self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array) -> Array:
         """As :meth:`Kernels.attend`."""
-        return untiled(self._attended(places, query, key, value, listed, keep=False)[0], *self._tiles)
+        return untiled(self._attended(layout, query, key, value, listed, return_residuals=False)[0], *self._tiles)
 
-    def keeping(
-        self, places: Places, query: Array, key: Array, value: Array, listed: Array
+    def attend_with_residuals(
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array
     ) -> tuple[Array, Any] | None:
-        """As :meth:`Kernels.keeping`: an output that is not rounded, as rows, and the log-sum-exp of every row."""
+        """As :meth:`Kernels.attend_with_residuals`: the output not rounded, as rows, and the rows' log-sum-exp."""
         if not self.lists_fit(listed.shape[-1]):
             return None
-        kept = self._attended(places, query, key, value, listed, keep=True)
-        return untiled(kept[0], *self._tiles).astype(query.dtype), kept
+        residuals = self._attended(layout, query, key, value, listed, return_residuals=True)
+        return untiled(residuals[0], *self._tiles).astype(query.dtype), residuals
 
     def gradients(
-        self, places: Places, query: Array, key: Array, value: Array, listed: Array, kept: Any, d_out: Array
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array, residuals: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """As :meth:`Kernels.gradients`: queries visit their keys, then keys the queries that list them."""
-        (out, log_sums), d_outs = kept, tiled(d_out, *self._tiles)
+        (out, log_sums), d_outs = residuals, tiled(d_out, *self._tiles)
         scalars = jnp.stack([log_sums, (out * d_outs.astype(jnp.float32)).sum(-1)], axis=-1)
         rows, keys, values = Rows(tiled(query, *self._tiles), d_outs, scalars), self.heads(key), self.heads(value)
-        listed, placed = (
+        listed, flat = (
             listed.reshape(self.spec.batch * self.spec.num_kv_heads, -1, listed.shape[-1]),
-            self._placed(places),
+            self._flat_layout(layout),
         )
         found = []
         for by in ("query", "key"):
             visits = Visits.of(listed, self.tiling.units, by)
-            for gradient in self.gradients_of_rows(by, rows, keys, values, visits, placed):
+            for gradient in self.gradients_of_rows(by, rows, keys, values, visits, flat):
                 parts = gradient.reshape(*visits.visited.shape, -1, gradient.shape[-1])
                 found.append(jnp.where(visits.visited[..., None, None], parts, 0.0))
         (b, s, k, _), d_query = key.shape, found[0].reshape(rows.query.shape)
@@ -139,14 +147,16 @@ class PallasKernels(Kernels):
         return self.tiling.query_tiles * self.tiling.units < 2**31
 
     def _attended(
-        self, places: Places, query: Array, key: Array, value: Array, listed: Array, *, keep: bool
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array, *, return_residuals: bool
     ) -> tuple[Array, ...]:
         listed = listed.reshape(-1, listed.shape[-1])
         # Unused slots (-1, at the end) repeat the last tile.
         tiles = jnp.where(listed < 0, jnp.maximum(listed.max(-1, keepdims=True), 0), listed)
         counts = (listed >= 0).sum(-1, dtype=jnp.int32)
         rows, keys, values = tiled(query, *self._tiles), self.heads(key), self.heads(value)
-        return self.attend_rows(rows, keys, values, tiles, counts, self._placed(places), keep=keep)
+        return self.attend_rows(
+            rows, keys, values, tiles, counts, self._flat_layout(layout), return_residuals=return_residuals
+        )
 
     @property
     def _tiles(self) -> tuple[AttentionSpec, Tiling, int, int]:
@@ -172,21 +182,21 @@ class PallasKernels(Kernels):
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, self.tiling.units * self.tiling.unit - s), (0, 0)))
         return x.reshape(b * k, -1, d)
 
-    def _placed(self, places: Places) -> Placed:
+    def _flat_layout(self, layout: TileLayout) -> FlatLayout:
         b, tiling = self.spec.batch, self.tiling
-        firsts = jnp.asarray(places.query_positions)[:, :: tiling.query_tile]
+        firsts = jnp.asarray(layout.query_positions)[:, :: tiling.query_tile]
         firsts = jnp.broadcast_to(firsts, (b, tiling.query_tiles)).reshape(-1)
-        lengths = jnp.broadcast_to(jnp.asarray(places.lengths), (b,))
-        if places.query_segment_ids is None or places.key_value_segment_ids is None:
-            return Placed(firsts, lengths, ())
-        queries, keys = jnp.asarray(places.query_segment_ids), jnp.asarray(places.key_value_segment_ids)
+        lengths = jnp.broadcast_to(jnp.asarray(layout.lengths), (b,))
+        if layout.query_segment_ids is None or layout.key_value_segment_ids is None:
+            return FlatLayout(firsts, lengths, ())
+        queries, keys = jnp.asarray(layout.query_segment_ids), jnp.asarray(layout.key_value_segment_ids)
         queries = jnp.broadcast_to(queries, (b, tiling.padded_queries)).reshape(b, tiling.query_tiles, -1)
         behind = self.blocks.tile_q - tiling.query_tile
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, behind)), constant_values=_UNSEEING_QUERY).reshape(b, -1)
         behind = tiling.units * tiling.unit - keys.shape[1]
         keys = jnp.pad(jnp.broadcast_to(keys, (b, keys.shape[1])), ((0, 0), (0, behind)), constant_values=_UNSEEN_KEY)
         ids = jnp.where(queries < 0, _UNSEEING_QUERY, queries), jnp.where(keys < 0, _UNSEEN_KEY, keys)
-        return Placed(firsts, lengths, ids)
+        return FlatLayout(firsts, lengths, ids)
 
     def queries_of(self, tile: Any, offset: Any, firsts: Any, lengths: Any) -> Queries:
         """The queries of query tile ``tile`` from its ``offset`` on, from the scalars above (inside a kernel)."""

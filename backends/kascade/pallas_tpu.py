@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from .block_sizes import LANES, TileBlocks, tpu_blocks, tpu_reasons
-from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, Rows, Visits, block_visible, product, where_needed
+from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, block_visible, product, where_needed
 from .pallas_tpu_backward import gradient_call
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
@@ -52,26 +52,34 @@ class TpuKernels(PallasKernels):
         return self.blocks.block_q
 
     def attend_rows(
-        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed, *, keep: bool
+        self,
+        rows: Array,
+        keys: Array,
+        values: Array,
+        tiles: Array,
+        counts: Array,
+        flat: FlatLayout,
+        *,
+        return_residuals: bool,
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.attend_rows`; a long list takes several calls."""
         n_rows, slots, v_dim = rows.shape[1], tiles.shape[-1], values.shape[-1]
         calls = -(-self.tiles * (slots + 1) * 4 // LIST_BYTES)
         per_call = -(-self.tiles // calls)
-        n_blocks, dtype = per_call * self.blocks.blocks_q, jnp.float32 if keep else rows.dtype
+        n_blocks, dtype = per_call * self.blocks.blocks_q, jnp.float32 if return_residuals else rows.dtype
         out_shape = [jax.ShapeDtypeStruct((n_blocks, n_rows, v_dim), dtype)]
-        if keep:
+        if return_residuals:
             out_shape.append(jax.ShapeDtypeStruct((n_blocks, n_rows, LANES), jnp.float32))
-        call = _call(self, slots, out_shape, has_ids=bool(placed.ids))
+        call = _call(self, slots, out_shape, has_ids=bool(flat.ids))
         spare = calls * per_call - self.tiles
         tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
         counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
-        columns = _as_columns(placed.ids)
+        columns = _as_columns(flat.ids)
 
         def part(of_call: tuple[Array, Array, Array]) -> tuple[Array, ...]:
             start, tiles, counts = of_call
             # One dimension each: an array of more is padded to 128 lanes in scalar memory.
-            out, *log_sums = call(start[None], tiles, counts, *placed[:2], rows, keys, values, *columns)
+            out, *log_sums = call(start[None], tiles, counts, *flat[:2], rows, keys, values, *columns)
             return out, *(x[..., 0] for x in log_sums)
 
         found = lax.map(part, (jnp.arange(calls, dtype=jnp.int32) * per_call, tiles, counts))
@@ -82,11 +90,11 @@ class TpuKernels(PallasKernels):
         return self.tiling.query_tiles * slots * 4 <= LIST_BYTES and super().lists_fit(slots)
 
     def gradients_of_rows(
-        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed
+        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, flat: FlatLayout
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.gradients_of_rows`, one KV head of one sequence after the other."""
         heads = keys.shape[0]
-        columns, scalars = _as_columns(placed.ids), rows.scalars.reshape(heads, -1, *rows.scalars.shape[1:])
+        columns, scalars = _as_columns(flat.ids), rows.scalars.reshape(heads, -1, *rows.scalars.shape[1:])
         dims = (rows.query.shape[-1],) if by == "query" else (keys.shape[-1], values.shape[-1])
         call = gradient_call(self, by, dims, values.shape[-1], visits)
 
@@ -94,12 +102,12 @@ class TpuKernels(PallasKernels):
             head, codes, count, scalars = of_call
             # The scalars of a row are padded to 128 lanes: those of one head at a time.
             operands = rows.query, rows.d_out, scalars, keys, values, *columns
-            return call(head[None], codes, count[None], *placed[:2], *operands)
+            return call(head[None], codes, count[None], *flat[:2], *operands)
 
         xs = jnp.arange(heads, dtype=jnp.int32), visits.codes, visits.starts[:, -1], scalars
         return tuple(lax.map(of_head, xs))
 
-    def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "blocks 1 units"]:
+    def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "blocks 1 units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
         spec, tiling, blocks = self.spec, self.tiling, self.blocks
         parts, n_rows = blocks.blocks_q, rows.shape[1]
@@ -130,7 +138,7 @@ class TpuKernels(PallasKernels):
                 in_specs=[
                     pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
                     pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
-                    *id_specs[: len(placed.ids)],
+                    *id_specs[: len(flat.ids)],
                 ],
                 out_specs=pl.BlockSpec((None, 1, tiling.units), lambda step, *_: (step, 0, 0)),
                 scratch_shapes=[pltpu.VMEM((n_rows, LANES), jnp.float32), pltpu.VMEM((n_rows, LANES), jnp.float32)],
@@ -139,7 +147,7 @@ class TpuKernels(PallasKernels):
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
             interpret=self.interpret,
             name="kascade_pooled_mass",
-        )(*placed[:2], rows, keys, *_as_columns(placed.ids))
+        )(*flat[:2], rows, keys, *_as_columns(flat.ids))
 
 
 def _as_columns(ids: tuple[Array, ...]) -> tuple[Array, ...]:

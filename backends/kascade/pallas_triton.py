@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
 from .block_sizes import TileBlocks, gpu_blocks, gpu_reasons
-from .pallas_rows import HIDDEN, PallasKernels, Placed, Queries, Rows, Visits, product
+from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +41,33 @@ class TritonKernels(PallasKernels):
         return self.blocks.tile_q
 
     def attend_rows(
-        self, rows: Array, keys: Array, values: Array, tiles: Array, counts: Array, placed: Placed, *, keep: bool
+        self,
+        rows: Array,
+        keys: Array,
+        values: Array,
+        tiles: Array,
+        counts: Array,
+        flat: FlatLayout,
+        *,
+        return_residuals: bool,
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.attend_rows`."""
-        out = [jax.ShapeDtypeStruct((*rows.shape[:2], values.shape[-1]), jnp.float32 if keep else rows.dtype)]
-        if keep:
+        out = [
+            jax.ShapeDtypeStruct((*rows.shape[:2], values.shape[-1]), jnp.float32 if return_residuals else rows.dtype)
+        ]
+        if return_residuals:
             out.append(jax.ShapeDtypeStruct(rows.shape[:2], jnp.float32))
-        operands = rows, keys, values, tiles, counts, *placed[:2], *placed.ids
+        operands = rows, keys, values, tiles, counts, *flat[:2], *flat.ids
         return tuple(self._call("kascade_attend", _attend, operands, out, [self._part(x) for x in out]))
 
     def gradients_of_rows(
-        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, placed: Placed
+        self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, flat: FlatLayout
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.gradients_of_rows`: a program owns some rows, or some keys."""
         blocks, heads, owners = self.blocks, *visits.visited.shape
         size, whole = (blocks.block_q, rows.query.shape[1]) if by == "query" else (blocks.step_kv, blocks.tile_kv)
         dims = (rows.query.shape[-1],) if by == "query" else (keys.shape[-1], values.shape[-1])
-        operands = *rows, keys, values, visits.codes, visits.starts, *placed[:2], *placed.ids
+        operands = *rows, keys, values, visits.codes, visits.starts, *flat[:2], *flat.ids
         found = pl.pallas_call(
             functools.partial(_gradient, kernels=self, by=by, owners=owners, others=visits.others),
             grid=(whole // size, heads * owners),
@@ -70,11 +80,11 @@ class TritonKernels(PallasKernels):
         )(*operands)
         return tuple(found)
 
-    def mass_of_rows(self, rows: Array, keys: Array, placed: Placed) -> Float[Array, "tiles parts units"]:
+    def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "tiles parts units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
         parts = rows.shape[1] // self.blocks.block_q
         out = jax.ShapeDtypeStruct((self.tiles, parts, self.tiling.units), jnp.float32)
-        return self._call("kascade_pooled_mass", _sum, (rows, keys, *placed[:2], *placed.ids), out, pl.no_block_spec)
+        return self._call("kascade_pooled_mass", _sum, (rows, keys, *flat[:2], *flat.ids), out, pl.no_block_spec)
 
     def _part(self, rows: Any) -> pl.BlockSpec:
         """The rows of a program."""

@@ -14,7 +14,7 @@ from .. import standard
 from ..contract import AttentionSpec, Layout, may_attend
 from ..devices import Target
 from ..support import plan
-from .selection import Places, Selection, with_own
+from .selection import Selection, TileLayout, with_local
 from .selection import select as select_by
 from .settings import Ablation, Tiling
 
@@ -54,14 +54,14 @@ def select(
 ) -> Selection:
     """The selection of an anchor layer."""
     mass = pooled_mass(spec, layout, tiling, query, key)
-    return select_by(tiling, Places.of(spec, layout, tiling), mass, ablation)
+    return select_by(tiling, TileLayout.of(spec, layout, tiling), mass, ablation)
 
 
 def attended(
     spec: AttentionSpec, layout: Layout, tiling: Tiling, selection: Selection
 ) -> Bool[Array, "batch heads q_len kv_len"]:
     """The whole mask of the pairs that are computed under ``selection``."""
-    listed = with_own(tiling, Places.of(spec, layout, tiling), selection)
+    listed = with_local(tiling, TileLayout.of(spec, layout, tiling), selection)
     chosen = (listed[..., None] == jnp.arange(tiling.units, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)).any(-2)
     chosen = jnp.repeat(jnp.repeat(chosen, tiling.query_tile, 2), tiling.unit, 3)
     chosen = jnp.repeat(chosen[:, :, : spec.query_length, : spec.key_value_length], spec.group_size, 1)
@@ -78,7 +78,7 @@ def attend(
     value: Float[Array, "batch kv_len kv_heads v_dim"],
     selection: Selection,
 ) -> Float[Array, "batch q_len heads v_dim"]:
-    """Attention to the selected units and the own region, in this layer's keys and values."""
+    """Attention to the selected units and the local region, in this layer's keys and values."""
     mask = attended(spec, layout, tiling, selection)
     bare = dataclasses.replace(
         spec,

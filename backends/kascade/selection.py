@@ -1,7 +1,7 @@
 """The selection: the keys that each query tile attends to, chosen by pooled attention mass.
 
 Pure functions of arrays. Pooling is post-softmax (arXiv 2512.16391): probabilities, summed over the queries of a tile
-and the query heads of a KV head. Candidates lie strictly before the tile's own region. The own region is always
+and the query heads of a KV head. Candidates lie strictly before the tile's local region. The local region is always
 attended to and never selected. So nothing is selected twice, and no selection looks ahead of its tile.
 """
 
@@ -27,8 +27,8 @@ class Selection:
 
     ``selected [batch, kv_heads, query_tiles, slots]`` int32: indices of units (key tiles; single keys with
     ``granularity="token"``), ascending and distinct, then -1 to the end. ``count [batch, kv_heads, query_tiles]``
-    int32: how many are not -1. The own region of a query tile is not included, because it follows from the tiling
-    (:func:`with_own` adds it for kernels).
+    int32: how many are not -1. The local region of a query tile is not included, because it follows from the tiling
+    (:func:`with_local` adds it for kernels).
     """
 
     selected: Int[Array, "batch kv_heads query_tiles slots"]
@@ -47,24 +47,24 @@ class Selection:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class TileLayout:
     """The positions, lengths and ids of queries and keys, which decide visibility. Key positions are slots.
 
-    ``first_own [batch or 1, query_tiles]``: the unit at which each query tile's own region begins. It is at most the
-    unit that the end of the keys cuts, or the number of units if the end cuts none. ``query_positions`` and ids are
+    ``first_local [batch or 1, query_tiles]``: the unit at which each query tile's local region begins. It is at most
+    the unit that the end of the keys cuts, or the number of units if the end cuts none. ``query_positions`` and ids are
     padded to whole query tiles (ids with -1). ``lengths`` counts the key slots that exist. ``batch`` is 1 if all
-    sequences are placed alike.
+    sequences have the same layout.
     """
 
     query_positions: Int[Array, "batch padded_queries"]
-    first_own: Int[Array, "batch query_tiles"]
+    first_local: Int[Array, "batch query_tiles"]
     lengths: Int[Array, " batch"]
     query_segment_ids: Int[Array, "batch padded_queries"] | None = None
     key_value_segment_ids: Int[Array, "batch kv_len"] | None = None
 
     @staticmethod
-    def of(spec: AttentionSpec, layout: Layout, tiling: Tiling) -> Places:
-        """The places of ``layout``; NumPy where they follow from the spec alone.
+    def of(spec: AttentionSpec, layout: Layout, tiling: Tiling) -> TileLayout:
+        """``layout``, padded; NumPy where they follow from the spec alone.
 
         Raises ValueError for key positions, which this backend takes to be slots.
         """
@@ -93,7 +93,7 @@ class Places:
             xp = np if isinstance(x, np.ndarray) else jnp
             return xp.broadcast_to(x, (batch, *x.shape[1:])).astype(np.int32)
 
-        return Places(
+        return TileLayout(
             spread(q_pos),  # pyright: ignore[reportArgumentType]  (NumPy or JAX)
             spread(first),  # pyright: ignore[reportArgumentType]
             spread(lengths),  # pyright: ignore[reportArgumentType]
@@ -103,10 +103,10 @@ class Places:
 
     @property
     def batch(self) -> int:
-        """Distinct places: 1, or one per sequence."""
+        """Distinct rows: 1, or one per sequence."""
         return self.lengths.shape[0]
 
-    def of_all(self, batch: int) -> Places:
+    def of_all(self, batch: int) -> TileLayout:
         """The same with one row per sequence."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), self)
 
@@ -125,17 +125,17 @@ def may_see(
     return ok
 
 
-def candidates(tiling: Tiling, places: Places) -> Bool[Array, "batch query_tiles units"]:
-    """Units that a query tile may select: strictly before its own region, and not all padding or other documents.
+def candidates(tiling: Tiling, layout: TileLayout) -> Bool[Array, "batch query_tiles units"]:
+    """Units that a query tile may select: strictly before its local region, and not all padding or other documents.
 
     Conservative in segments: a unit may be a candidate although no row of the tile sees a key in it.
     """
     units = jnp.arange(tiling.units, dtype=jnp.int32)
-    ok = units[None, None] < jnp.asarray(places.first_own)[:, :, None]
-    ok = ok & (units[None] * tiling.unit < jnp.asarray(places.lengths)[:, None])[:, None]
-    if places.query_segment_ids is not None and places.key_value_segment_ids is not None:
-        q_low, q_high = _id_bounds(places.query_segment_ids, tiling.query_tile)
-        k_low, k_high = _id_bounds(places.key_value_segment_ids, tiling.unit)
+    ok = units[None, None] < jnp.asarray(layout.first_local)[:, :, None]
+    ok = ok & (units[None] * tiling.unit < jnp.asarray(layout.lengths)[:, None])[:, None]
+    if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+        q_low, q_high = _id_bounds(layout.query_segment_ids, tiling.query_tile)
+        k_low, k_high = _id_bounds(layout.key_value_segment_ids, tiling.unit)
         ok = ok & (k_low[:, None] <= q_high[:, :, None]) & (k_high[:, None] >= q_low[:, :, None])
     return ok
 
@@ -158,31 +158,31 @@ def choose(
 
 def select(
     tiling: Tiling,
-    places: Places,
+    layout: TileLayout,
     mass: Float[Array, "batch kv_heads query_tiles units"],
     ablation: Ablation | None = None,
 ) -> Selection:
     """The candidates with the most mass of each KV head; with ``all_heads`` of all heads together."""
     if ablation == "all_heads":
         mass = jnp.broadcast_to(mass.sum(1, keepdims=True), mass.shape)
-    allowed = candidates(tiling, places.of_all(mass.shape[0]))[:, None]
+    allowed = candidates(tiling, layout.of_all(mass.shape[0]))[:, None]
     return Selection(*choose(tiling, mass, jnp.broadcast_to(allowed, mass.shape)))
 
 
-def with_own(
-    tiling: Tiling, places: Places, selection: Selection
-) -> Int[Array, "batch kv_heads query_tiles slots_and_own"]:
-    """Every unit that each query tile visits: the selected ones, then its own region, ascending; then -1.
+def with_local(
+    tiling: Tiling, layout: TileLayout, selection: Selection
+) -> Int[Array, "batch kv_heads query_tiles slots_and_local"]:
+    """Every unit that each query tile visits: the selected ones, then its local region, ascending; then -1.
 
-    For kernels that walk one list. Own units beyond the end of the keys are left out. Own units beyond the diagonal are
-    not: the kernel masks them.
+    For kernels that walk one list. Local units beyond the end of the keys are left out. Local units beyond the diagonal
+    are not: the kernel masks them.
     """
     batch, heads, tiles, _ = selection.selected.shape
-    own = jnp.asarray(places.first_own)[:, None, :, None] + jnp.arange(tiling.own_units, dtype=jnp.int32).reshape(
+    local = jnp.asarray(layout.first_local)[:, None, :, None] + jnp.arange(tiling.local_units, dtype=jnp.int32).reshape(
         1, 1, 1, -1
     )
-    own = jnp.broadcast_to(jnp.where(own < tiling.units, own, -1), (batch, heads, tiles, tiling.own_units))
-    both = jnp.concatenate([selection.selected, own], axis=-1)
+    local = jnp.broadcast_to(jnp.where(local < tiling.units, local, -1), (batch, heads, tiles, tiling.local_units))
+    both = jnp.concatenate([selection.selected, local], axis=-1)
     ascending = jnp.sort(jnp.where(both < 0, _LARGE, both), axis=-1)
     return jnp.where(ascending == _LARGE, -1, ascending)
 

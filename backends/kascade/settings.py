@@ -133,10 +133,10 @@ class Settings:
     def block_sizes(self) -> KascadeBlockSizes:
         """The block sizes of the options, else the defaults. A default step is never above a given block."""
         names = [field.name for field in dataclasses.fields(KascadeBlockSizes)]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if "block_kv_sparse" in given and "block_kv_compute" not in given:
-            given["block_kv_compute"] = min(given["block_kv_sparse"], KascadeBlockSizes().block_kv_compute)
-        return KascadeBlockSizes(**given)
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if "block_kv_sparse" in sizes and "block_kv_compute" not in sizes:
+            sizes["block_kv_compute"] = min(sizes["block_kv_sparse"], KascadeBlockSizes().block_kv_compute)
+        return KascadeBlockSizes(**sizes)
 
     def as_options(self) -> dict[str, Any]:
         """These settings as options. An open ``kernel`` is left out, for the target to decide."""
@@ -149,14 +149,14 @@ class Tiling:
     """How one problem is cut, all static.
 
     Queries are cut into ``query_tiles`` of ``query_tile`` rows (the last may be short). Keys are cut into ``units`` of
-    ``unit`` slots: tiles, or single keys (``unit=1``). Key positions are slots. The *own* region of a query tile begins
-    at the unit with the position of its first query and is ``own_units`` long. It is always attended to, under the
-    causal mask. Selected units lie strictly before it: at most ``slots`` of them, and ``budgets[n]`` of ``n``
+    ``unit`` slots: tiles, or single keys (``unit=1``). Key positions are slots. The *local* region of a query tile
+    begins at the unit with the position of its first query and is ``local_units`` long. It is always attended to, under
+    the causal mask. Selected units lie strictly before it: at most ``slots`` of them, and ``budgets[n]`` of ``n``
     candidates.
 
     >>> spec = AttentionSpec(batch=1, query_length=512, key_value_length=512, num_heads=2, num_kv_heads=2, head_dim=64)
     >>> tiling = Tiling.of(spec, Settings(top_k=0.5, min_keys=0, tile_size=64, query_tile=128))
-    >>> tiling.query_tiles, tiling.units, tiling.own_units, tiling.slots
+    >>> tiling.query_tiles, tiling.units, tiling.local_units, tiling.slots
     (4, 8, 2, 3)
     """
 
@@ -164,7 +164,7 @@ class Tiling:
     query_tiles: int
     unit: int
     units: int
-    own_units: int
+    local_units: int
     slots: int
     budgets: tuple[int, ...]
 
@@ -175,20 +175,22 @@ class Tiling:
         rows = min(settings.query_tile, spec.query_length)
         units = -(-spec.key_value_length // unit)
         if rows == 1 or (not spec.has_positions and unit % settings.query_tile == 0):
-            own = 1
+            local = 1
         elif spec.has_positions:  # begins anywhere in a unit
-            own = (rows - 2) // unit + 2
+            local = (rows - 2) // unit + 2
         else:
-            own = -(-rows // unit)
+            local = -(-rows // unit)
         # Without positions the last query tile begins at a slot that is known.
         candidates = units if spec.has_positions else min((spec.query_length - 1) // rows * rows // unit, units)
         budgets = budget(settings, unit, candidates)
-        return Tiling(rows, -(-spec.query_length // rows), unit, units, own, int(budgets[-1]), tuple(budgets.tolist()))
+        return Tiling(
+            rows, -(-spec.query_length // rows), unit, units, local, int(budgets[-1]), tuple(budgets.tolist())
+        )
 
     @property
-    def own_width(self) -> int:
-        """Slots of an own region."""
-        return self.own_units * self.unit
+    def local_width(self) -> int:
+        """Slots of a local region."""
+        return self.local_units * self.unit
 
     @property
     def padded_queries(self) -> int:

@@ -19,19 +19,19 @@ from .settings import LEAST, Settings, Tiling
 _LARGEST_STEP = 512  # keys computed with at a time: more are no longer one product of a device's matrix unit
 
 
-def defaults(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks of a kernel by rule; on a CPU XLA's code."""
     if target.platform == "cpu":
         return {"kernel": "xla"}
-    blocks = _blocks(spec, target, given)
+    blocks = _blocks(spec, target, options)
     return {"block_q": blocks.block_q, "block_kv_sparse": blocks.block_kv, "block_kv_compute": blocks.step_kv}
 
 
-def candidates(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def candidates(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Blocks that fit the given tiles; on a CPU the native kernel."""
     if target.platform == "cpu":
         return ({"kernel": "flash_cpu"},)
-    tiles = _blocks(spec, target, given)
+    tiles = _blocks(spec, target, options)
     gpu = target.platform == "cuda"
     rows = spec.group_size * tiles.tile_q if gpu else tiles.tile_q
     largest_kv = tiles.tile_kv & -tiles.tile_kv
@@ -57,7 +57,7 @@ def work(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Ker
     listed = earlier = 0
     for tile in range(tiling.query_tiles):
         candidates_of = min(_first(spec, tile, tiling) // tiling.unit, len(tiling.budgets) - 1)
-        listed += (tiling.budgets[candidates_of] + tiling.own_units) * tiling.unit
+        listed += (tiling.budgets[candidates_of] + tiling.local_units) * tiling.unit
         earlier += min(_first(spec, tile, tiling) + tiling.query_tile, spec.key_value_length)
     dim, v_dim, element = spec.head_dim, spec.value_head_dim or spec.head_dim, BYTES[spec.dtype]
     attended, pooled = tiles * parts * listed, 2 * tiles * parts * earlier  # keys; the mass takes two passes
@@ -75,8 +75,8 @@ def _first(spec: AttentionSpec, tile: int, tiling: Tiling) -> int:
     return behind + tile * tiling.query_tile
 
 
-def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> TileBlocks:
-    settings = Settings.of(given)
+def _blocks(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> TileBlocks:
+    settings = Settings.of(options)
     tiling = Tiling.of(spec, settings)
     return gpu_blocks(spec, tiling, settings) if target.platform == "cuda" else tpu_blocks(spec, tiling, settings)
 

@@ -1,7 +1,7 @@
 """Kascade in XLA, with sparse computation: a loop over the selected units of each query tile.
 
 Prefill is one loop over (sequence, KV head, query tile), with the online softmax of FlashAttention-2 (arXiv 2307.08691)
-over the own region and the selected units, each read in place. Gathering for all tiles at once, and masking dense
+over the local region and the selected units, each read in place. Gathering for all tiles at once, and masking dense
 scores, are both slower than dense attention on a CPU. A selection by tiles needs one pass over the scores: each unit's
 sum is kept with the maximum at that time and rescaled at the end. A selection by single keys needs two passes. A decode
 step is one query row per head: see ``steps.py``.
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..contract import AttentionSpec
 from . import steps
 from .kernels import Kernels
-from .selection import Places, Selection, candidates, choose, may_see
+from .selection import Selection, TileLayout, candidates, choose, may_see
 from .selection import select as select_by
 from .settings import Ablation, Tiling
 
@@ -59,23 +59,27 @@ class XlaKernels(Kernels):
 
     heads: Heads | None = None
 
-    def select(self, places: Places, query: Array, key: Array) -> Selection:
+    def select(self, layout: TileLayout, query: Array, key: Array) -> Selection:
         """As :meth:`Kernels.select`."""
-        return self._divided(lambda *of_share: self._choose(*of_share)[0], _BY_KV_HEAD, places, query, key)
+        return self._divided(lambda *of_share: self._choose(*of_share)[0], _BY_KV_HEAD, layout, query, key)
 
-    def dense_layer(self, places: Places, query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
+    def dense_layer(self, layout: TileLayout, query: Array, key: Array, value: Array) -> tuple[Array, Selection]:
         """As :meth:`Kernels.dense_layer`."""
-        found = self._divided(self._choose, (_BY_KV_HEAD, _BY_HEAD), places, query, key, value)
+        found = self._divided(self._choose, (_BY_KV_HEAD, _BY_HEAD), layout, query, key, value)
         return found[1], found[0]
 
-    def attend_selected(self, places: Places, query: Array, key: Array, value: Array, selection: Selection) -> Array:
+    def attend_selected(
+        self, layout: TileLayout, query: Array, key: Array, value: Array, selection: Selection
+    ) -> Array:
         """As :meth:`Kernels.attend_selected`."""
         run = functools.partial(attend, self._share, self.tiling)
-        return self._divided(run, _BY_HEAD, places, query, key, value, selection)
+        return self._divided(run, _BY_HEAD, layout, query, key, value, selection)
 
-    def _choose(self, places: Places, query: Array, key: Array, value: Array | None = None) -> tuple[Selection, Any]:
+    def _choose(
+        self, layout: TileLayout, query: Array, key: Array, value: Array | None = None
+    ) -> tuple[Selection, Any]:
         chosen_by = steps.select if self.spec.query_length == 1 else select
-        return chosen_by(self._share, self.tiling, places, query, key, value, self.settings.ablation)
+        return chosen_by(self._share, self.tiling, layout, query, key, value, self.settings.ablation)
 
     @property
     def _share(self) -> AttentionSpec:
@@ -83,22 +87,22 @@ class XlaKernels(Kernels):
         spec, devices = self.spec, 1 if self.heads is None else self.heads.devices
         return dataclasses.replace(spec, num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices)
 
-    def _divided(self, function: Callable[..., Any], results: Any, places: Places, *arrays: Any) -> Any:
+    def _divided(self, function: Callable[..., Any], results: Any, layout: TileLayout, *arrays: Any) -> Any:
         """``function(places, *arrays)`` of each device's heads; ``results`` say how what it returns is divided."""
         with jax.enable_x64(new_val=False):  # where a caller enables it, the loops' counters would be of two dtypes
             if self.heads is None:
-                return function(places, *arrays)
+                return function(layout, *arrays)
             axis = self.heads.axis
             specs = {_BY_HEAD: PartitionSpec(None, None, axis), _BY_KV_HEAD: PartitionSpec(None, axis)}
-            given = (specs[_BY_KV_HEAD if isinstance(x, Selection) else _BY_HEAD] for x in arrays)
+            array_specs = (specs[_BY_KV_HEAD if isinstance(x, Selection) else _BY_HEAD] for x in arrays)
             shared = jax.shard_map(
                 function,
                 mesh=self.heads.mesh,
-                in_specs=(PartitionSpec(), *given),
+                in_specs=(PartitionSpec(), *array_specs),
                 out_specs=jax.tree.map(specs.get, results),
                 check_vma=False,
             )
-            return shared(places, *arrays)
+            return shared(layout, *arrays)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,16 +129,16 @@ class Prefill:
 
     spec: AttentionSpec
     tiling: Tiling
-    places: Places
+    layout: TileLayout
 
     @property
     def masked(self) -> bool:
-        """Whether a unit before the own region may hold keys that a row does not see."""
+        """Whether a unit before the local region may hold keys that a row does not see."""
         return self.spec.has_segment_ids or self.spec.has_seq_lengths
 
     def batch_of(self, head: Int[Array, ""]) -> Int[Array, ""]:
         """The row of the places for KV head ``head`` of all sequences."""
-        return head // self.spec.num_kv_heads if self.places.batch > 1 else jnp.int32(0)
+        return head // self.spec.num_kv_heads if self.layout.batch > 1 else jnp.int32(0)
 
     def of_head(self, rows: Float[Array, "bks d"], head: Int[Array, ""]) -> _Slots:
         """Its part of the keys or the values."""
@@ -142,15 +146,15 @@ class Prefill:
 
     def seen(self, batch: Array, tile: Array, slots: Int[Array, " keys"]) -> Bool[Array, "queries keys"]:
         """Which queries of a tile see which slots."""
-        places, size = self.places, self.tiling.query_tile
+        layout, size = self.layout, self.tiling.query_tile
 
         def rows(x: Any) -> Array:
             return lax.dynamic_slice(jnp.asarray(x), (batch, tile * size), (1, size))[0]
 
         ids = ()
-        if places.query_segment_ids is not None and places.key_value_segment_ids is not None:
-            ids = rows(places.query_segment_ids), jnp.asarray(places.key_value_segment_ids)[batch, slots]
-        return may_see(rows(places.query_positions), slots, jnp.asarray(places.lengths)[batch], *ids)
+        if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
+            ids = rows(layout.query_segment_ids), jnp.asarray(layout.key_value_segment_ids)[batch, slots]
+        return may_see(rows(layout.query_positions), slots, jnp.asarray(layout.lengths)[batch], *ids)
 
     def scores(
         self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"], value: Float[Array, "keys v_dim"] | None
@@ -196,12 +200,12 @@ class Prefill:
         out = jnp.zeros((rows, self.spec.value_head_dim or 0)) if with_output else None
         return jnp.full(rows, _MASKED), jnp.zeros(rows), out
 
-    def own(
+    def local(
         self, state: _State, batch: Array, tile: Array, query: Array, key: _Slots, value: _Slots | None
     ) -> tuple[_State, Any]:
-        """The state with the own region of a query tile in it."""
-        width = min(self.tiling.own_width, self.spec.key_value_length)
-        first = jnp.asarray(self.places.first_own)[batch, tile] * self.tiling.unit
+        """The state with the local region of a query tile in it."""
+        width = min(self.tiling.local_width, self.spec.key_value_length)
+        first = jnp.asarray(self.layout.first_local)[batch, tile] * self.tiling.unit
         start = jnp.minimum(first, self.spec.key_value_length - width)  # as dynamic_slice would, but known to the mask
         slots = start + jnp.arange(width, dtype=jnp.int32)
         seen = self.seen(batch, tile, slots) & (slots >= first)[None]
@@ -220,14 +224,14 @@ class Prefill:
 def attend(
     spec: AttentionSpec,
     tiling: Tiling,
-    places: Places,
+    layout: TileLayout,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"],
     selection: Selection,
 ) -> Float[Array, "b t n v"]:
-    """Attention of every query tile to its own region and its selected units."""
-    this = Prefill(spec, tiling, places)
+    """Attention of every query tile to its local region and its selected units."""
+    this = Prefill(spec, tiling, layout)
     keys, values = _rows(key), _rows(value)
     together = max(1, min(tiling.slots, _KEYS_PER_STEP // tiling.unit))
     selected = selection.selected.reshape(math.prod(selection.count.shape), tiling.slots)
@@ -236,7 +240,7 @@ def attend(
     def one_tile(head: Array, tile: Array, q: Array, chosen: Array, count: Array) -> Array:
         batch = this.batch_of(head)
         k_head, v_head = this.of_head(keys, head), this.of_head(values, head)
-        state, _ = this.own(this.start(with_output=True), batch, tile, q, k_head, v_head)
+        state, _ = this.local(this.start(with_output=True), batch, tile, q, k_head, v_head)
 
         def step(first: Array, width: int, state: _State, *, all_real: bool) -> _State:
             units = lax.dynamic_slice_in_dim(chosen, first, width)
@@ -268,17 +272,17 @@ def attend(
 def select(
     spec: AttentionSpec,
     tiling: Tiling,
-    places: Places,
+    layout: TileLayout,
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k v"] | None = None,
     ablation: Ablation | None = None,
 ) -> tuple[Selection, Float[Array, "b t n v"] | None]:
     """The selection of an anchor; with ``value``, also dense attention's output, from the same scores."""
-    this = Prefill(spec, tiling, places)
+    this = Prefill(spec, tiling, layout)
     keys = _rows(key)
     values = None if value is None else _rows(value)
-    allowed = candidates(tiling, places)
+    allowed = candidates(tiling, layout)
     sweep = _sweep_keys if tiling.unit == 1 else _sweep_units
 
     def one_tile(head: Array, tile: Array, q: Array) -> Any:
@@ -291,7 +295,7 @@ def select(
     chosen, out = _map(this, one_tile, query)
     lead = (spec.batch, spec.num_kv_heads, tiling.query_tiles)
     if ablation == "all_heads":
-        selection = select_by(tiling, places, chosen.reshape(*lead, tiling.units), ablation)
+        selection = select_by(tiling, layout, chosen.reshape(*lead, tiling.units), ablation)
     else:
         selection = Selection(chosen[0].reshape(*lead, tiling.slots), chosen[1].reshape(lead))
     return selection, None if out is None else untiled(out, spec, tiling)
@@ -300,10 +304,10 @@ def select(
 def _sweep_units(
     this: Prefill, batch: Array, tile: Array, q: Array, key: _Slots, value: _Slots | None
 ) -> tuple[Float[Array, " units"], _State]:
-    """Pooled mass of the units before the own region, in one pass over all keys; and the final state."""
+    """Pooled mass of the units before the local region, in one pass over all keys; and the final state."""
     tiling, group = this.tiling, max(1, _KEYS_PER_SWEEP // this.tiling.unit)
     rows = q.shape[0]
-    earlier = jnp.asarray(this.places.first_own)[batch, tile]
+    earlier = jnp.asarray(this.layout.first_local)[batch, tile]
 
     def visit(units: int) -> Callable[..., Any]:
         width = units * tiling.unit
@@ -328,14 +332,14 @@ def _sweep_units(
 
     shape = (tiling.units, rows)
     carry = this.start(with_output=value is not None), jnp.zeros(shape), jnp.full(shape, _MASKED)
-    whole = this.spec.key_value_length // tiling.unit  # what the end cuts is never before an own region
+    whole = this.spec.key_value_length // tiling.unit  # what the end cuts is never before a local region
     if group > 1 and whole >= group:
         carry = lax.fori_loop(0, earlier // group, visit(group), carry)
         carry = lax.fori_loop(earlier // group * group, earlier, visit(1), carry)
     elif whole:
         carry = lax.fori_loop(0, earlier, visit(1), carry)
     state, sums, tops = carry
-    state, _ = this.own(state, batch, tile, q, key, value)
+    state, _ = this.local(state, batch, tile, q, key, value)
     top, total, _ = state
     mass = sums * jnp.exp(tops - jnp.maximum(top, _MASKED / 2)[None]) * (_real(this, tile) / total)[None]
     return jnp.where((total > 0.0)[None], mass, 0).sum(-1), state  # not of a row that sees nothing, or sees NaN
@@ -347,8 +351,8 @@ def _sweep_keys(
     """The same key by key, in two passes: log-sums, then the mass of each key."""
     length = this.spec.key_value_length
     width = min(_KEYS_PER_SWEEP, length)
-    steps = -(-(jnp.asarray(this.places.first_own)[batch, tile]) // width)
-    first_own = jnp.asarray(this.places.first_own)[batch, tile]
+    steps = -(-(jnp.asarray(this.layout.first_local)[batch, tile]) // width)
+    first_local = jnp.asarray(this.layout.first_local)[batch, tile]
 
     def scores_of(n: Array) -> tuple[Array, Array, Any]:
         start = jnp.minimum(n * width, length - width)
@@ -356,7 +360,7 @@ def _sweep_keys(
         v = None if value is None else value.read(start, width)
         scores = this.scores(q, key.read(start, width), v)
         # Inside the block's own share of the earlier keys: the last block may reach into the one before it.
-        fresh = (slots >= n * width) & (slots < first_own)
+        fresh = (slots >= n * width) & (slots < first_local)
         seen = (this.seen(batch, tile, slots) & fresh[None]) if this.masked else fresh[None]
         return start, this.mask(scores, jnp.broadcast_to(seen, (this.tiling.query_tile, width))), v
 
@@ -365,7 +369,7 @@ def _sweep_keys(
         return this.fold(state, scores, v)[0]
 
     state = lax.fori_loop(0, steps, log_sums, this.start(with_output=value is not None))
-    state, _ = this.own(state, batch, tile, q, key, value)
+    state, _ = this.local(state, batch, tile, q, key, value)
     top, total, _ = state
     sees = (total > 0.0)[:, None]  # not nothing, and no NaN
 

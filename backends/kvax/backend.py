@@ -63,36 +63,41 @@ class Kvax(VendorKernel):
         """
         from . import build  # noqa: PLC0415 (imports Triton)
 
-        given = check_options(self.name, options, OPTIONS)
+        checked = check_options(self.name, options, OPTIONS)
         if reasons := support(self, spec, target, "compile").reasons:
             raise ValueError(" ".join(reasons))
-        return build.compile_kernels(spec, target, _blocks(spec, target, given))
+        return build.compile_kernels(spec, target, _blocks(spec, target, checked))
 
-    def defaults(self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def defaults(self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The generation's block sizes, with which ``attnsuite tune`` compares the candidates."""
         return block_sizes.as_options(block_sizes.choose(spec, target, {}), backward=spec.needs_grad)
 
     def candidates(
-        self, spec: AttentionSpec, target: Target, given: Mapping[str, Any]
+        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], ...]:
         """Block sizes for ``attnsuite tune``: of the backward pass if there is one, else of the forward pass."""
         return block_sizes.candidates(backward=spec.needs_grad)
 
 
 def _plan(
-    devices: OneDevice | OnMesh, spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, given: dict[str, Any]
+    devices: OneDevice | OnMesh,
+    spec: AttentionSpec,
+    layout: Layout,
+    target: Target,
+    mode: Mode,
+    options: dict[str, Any],
 ) -> Plan:
     """Make the block mask once for all layers. Options: see :data:`OPTIONS`."""
-    blocks = _blocks(spec, target, given)
+    blocks = _blocks(spec, target, options)
     # A plan for XLA to compile needs jax-triton, as a native one does; compile_kernels does not.
     if mode == "compile" and (reasons := availability.missing("native")):
         raise ImportError(" ".join(reasons))
     return plan_with(upstream_of(mode, target), spec, layout, blocks, devices)
 
 
-def _blocks(spec: AttentionSpec, target: Target, given: Mapping[str, Any]) -> Passes:
+def _blocks(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Passes:
     """Block sizes by generation, replaced by the file of ``tuned``, then by the options themselves."""
-    return block_sizes.choose(spec, target, choices.with_tuned(given, "kvax", OPTIONS, target, spec)[0])
+    return block_sizes.choose(spec, target, choices.with_tuned(options, "kvax", OPTIONS, target, spec)[0])
 
 
 def upstream_of(mode: Mode, target: Target) -> Upstream:

@@ -92,14 +92,15 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> P
     Raises ValueError for a value that is not accepted, with the option's name and the accepted values.
     """
     blocks = _default(spec, target)
-    given: dict[str, dict[str, int]] = {"": {}, "backward_": {}}
+    replaced: dict[str, dict[str, int]] = {"": {}, "backward_": {}}
     for option in OPTIONS.keys() & options.keys():
         name, value = option.removeprefix("backward_"), options[option]
         if isinstance(value, bool) or value not in _ACCEPTED[name]:
             raise ValueError(f"kvax: {option}={value!r} is not accepted; {option} is {OPTIONS[option]}.")
-        given["backward_" if option.startswith("backward_") else ""][name] = value
+        replaced["backward_" if option.startswith("backward_") else ""][name] = value
     return Passes(
-        dataclasses.replace(blocks.forward, **given[""]), dataclasses.replace(blocks.backward, **given["backward_"])
+        dataclasses.replace(blocks.forward, **replaced[""]),
+        dataclasses.replace(blocks.backward, **replaced["backward_"]),
     )
 
 

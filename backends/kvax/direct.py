@@ -126,8 +126,8 @@ class Functions:
     def _parameters(self, kvax: Upstream, *passes: FlashAttentionParamsConfig | None) -> dict[str, Any]:
         """Kvax's own class of them. Where none are given: Kvax's choice on a GPU, which it asks for; else defaults."""
         default = None if self.mode == "native" else FlashAttentionParamsConfig()
-        chosen = (default if given is None else given for given in passes)
-        made = (None if given is None else kvax.parameters(**dataclasses.asdict(given)) for given in chosen)
+        chosen = (default if each is None else each for each in passes)
+        made = (None if each is None else kvax.parameters(**dataclasses.asdict(each)) for each in chosen)
         return dict(zip(("fwd_params", "bwd_params"), made, strict=True))
 
 

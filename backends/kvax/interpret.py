@@ -69,9 +69,11 @@ def launch(
 
     def on_host(*arrays: Any) -> tuple[np.ndarray, ...]:
         rest = iter(arrays)
-        given = [np.ascontiguousarray(next(rest)) if array else x for x, array in zip(scalars, is_array, strict=True)]
+        arguments = [
+            np.ascontiguousarray(next(rest)) if array else x for x, array in zip(scalars, is_array, strict=True)
+        ]
         outputs = [_unwritten(shape, i in zeroed_outputs) for i, shape in enumerate(shapes)]
-        execute(kernel, grid, [*given, *outputs], options)
+        execute(kernel, grid, [*arguments, *outputs], options)
         return tuple(outputs)
 
     arrays = [x for x, array in zip(args, is_array, strict=True) if array]

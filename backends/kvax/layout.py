@@ -80,11 +80,11 @@ def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padde
         q_valid, k_valid = jnp.ones((B, T), bool), jnp.ones((B, S), bool)
         q_segments, k_segments = q_ids, k_ids
         if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
-            q_given, k_given = layout.query_segment_ids, layout.key_value_segment_ids
-            k_ids, _ = first_slots(k_given, k_given)
-            q_ids, found = first_slots(k_given, q_given)
-            q_segments, k_segments = first_slots(q_given, q_given)[0], k_ids
-            q_valid, k_valid = found & (q_given >= 0), k_given >= 0
+            q_segment_ids, k_segment_ids = layout.query_segment_ids, layout.key_value_segment_ids
+            k_ids, _ = first_slots(k_segment_ids, k_segment_ids)
+            q_ids, found = first_slots(k_segment_ids, q_segment_ids)
+            q_segments, k_segments = first_slots(q_segment_ids, q_segment_ids)[0], k_ids
+            q_valid, k_valid = found & (q_segment_ids >= 0), k_segment_ids >= 0
         if layout.key_value_seq_lengths is not None:
             k_valid &= jnp.arange(S)[None, :] < layout.key_value_seq_lengths[:, None]
         seen = q_valid & _sees_a_key(q_ids, q_pos, k_ids, k_pos, k_valid)

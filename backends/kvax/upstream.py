@@ -81,7 +81,7 @@ def native(compute_capability: tuple[int, int] | None = None) -> Upstream:
 
     ``compute_capability`` is that of an absent GPU to compile for; None asks the driver.
     """
-    with _private_modules(), triton_cache.kept():
+    with _private_modules(), triton_cache.preserved():
         jax_triton = importlib.import_module("jax_triton")
         library = importlib.import_module("jax_triton.triton_lib")
         _divisible_scalars(library)

@@ -69,12 +69,12 @@ def calibrate(
     """
     settings = Settings.of(options)
     if not isinstance(model, Transformer | Checkpoint):
-        measured, own = _measured_by_function(model, settings, prompts, scale, progress), None
+        measured, model_fingerprint = _measured_by_function(model, settings, prompts, scale, progress), None
     elif scale is not None:
         raise ValueError(f"scale={scale} is of a function; the configuration of a model has its own.")
     else:
-        measured, own = _measured_by_model(model, settings, prompts, progress), fingerprint(model)
-    return _calibration(measured, settings, text, own)
+        measured, model_fingerprint = _measured_by_model(model, settings, prompts, progress), fingerprint(model)
+    return _calibration(measured, settings, text, model_fingerprint)
 
 
 def _measured_by_model(
@@ -118,11 +118,11 @@ def _calibration(
 def load(path: str | Path, model: Transformer | Checkpoint) -> Calibration:
     """The calibration in ``path``. Raises ValueError if it is not of ``model``, or cannot be read."""
     calibration = load_calibration(path)
-    own = fingerprint(model)
-    if calibration.fingerprint != own:
+    expected = fingerprint(model)
+    if calibration.fingerprint != expected:
         raise ValueError(
             f"{path} was calibrated on another model (fingerprint {calibration.fingerprint[:12]}, this one has "
-            f"{own[:12]}); calibrate this one with attnsuite calibrate."
+            f"{expected[:12]}); calibrate this one with attnsuite calibrate."
         )
     return calibration
 
@@ -146,10 +146,10 @@ def check_plain_logits(config: ModelConfig) -> None:
 
     The attention mass here, and in the evidence for Kascade, is computed without a soft cap and without sinks.
     """
-    for name, absent in (("logits_soft_cap", None), ("attention_sinks", False)):
+    for name, disabled in (("logits_soft_cap", None), ("attention_sinks", False)):
         value = getattr(config, name)
-        if value != absent:
-            raise ValueError(f"the model has {name}={value}; attention mass is measured only with {name}={absent}.")
+        if value != disabled:
+            raise ValueError(f"the model has {name}={value}; attention mass is measured only with {name}={disabled}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

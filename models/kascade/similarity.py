@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from attnsuite.backends import AttentionSpec, Layout
-from attnsuite.backends.kascade import Places, Tiling
+from attnsuite.backends.kascade import TileLayout, Tiling
 from attnsuite.backends.kascade.selection import candidates, choose, may_see
 
 
@@ -39,7 +39,7 @@ def compared(
 ) -> dict[str, Array]:
     """Over the query tiles, one after the other: the least kept mass and the mean overlap of every pair of heads."""
     layers, length, kv_heads = len(masses), spec.query_length, spec.num_kv_heads
-    allowed = candidates(tiling, Places.of(spec, Layout(), tiling))[0]
+    allowed = candidates(tiling, TileLayout.of(spec, Layout(), tiling))[0]
 
     def one_tile(carry: tuple[Array, ...], tile: Array) -> tuple[tuple[Array, ...], Array]:
         least, overlaps, tiles = carry
@@ -50,22 +50,22 @@ def compared(
             mass = masses[layer, tile]
             selected, _ = choose(tiling, mass, candidate)
             member = (selected[..., None] == jnp.arange(tiling.units, dtype=jnp.int32).reshape(1, 1, -1)).any(1)
-            # A row's probabilities sum to 1: the own region has the mass that no candidate has.
+            # A row's probabilities sum to 1: the local region has the mass that no candidate has.
             return jnp.where(candidate, mass, 0.0), member.astype(jnp.float32), jnp.float32(spec.group_size) * rows
 
         mass, member, total = jax.lax.map(one_layer, jnp.arange(layers))
-        own = total[:, None] - mass.sum(-1)
+        local = total[:, None] - mass.sum(-1)
         on = jnp.einsum("aku,bhu->abkh", member, mass)
         alone = (member * mass).sum(-1)
-        kept = (on + own[None, :, None]) / (alone + own)[None, :, None]
+        retained = (on + local[None, :, None]) / (alone + local)[None, :, None]
         both = jnp.einsum("aku,bhu->abkh", member, member)
         sizes = member.sum(-1)
         union = sizes[:, None, :, None] + sizes[None, :, None] - both
         has_choice = sizes[0, 0] < allowed[tile].sum()
         overlap = jnp.where(has_choice, both / jnp.maximum(union, 1.0), 0.0)
         return (
-            (jnp.minimum(least, kept), overlaps + overlap, tiles + has_choice),
-            (alone + own) / total[:, None],
+            (jnp.minimum(least, retained), overlaps + overlap, tiles + has_choice),
+            (alone + local) / total[:, None],
         )
 
     shape = (layers, layers, kv_heads, kv_heads)

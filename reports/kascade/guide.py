@@ -48,29 +48,29 @@ def _rows(members: dict[str, Group]) -> Iterator[tuple[str, str, str, str]]:
 
 def _of_text(guide: str, rows: dict[str, Record], why: str | None) -> Iterator[tuple[str, str, str]]:
     """The rows of one guide; ``why``: no loss of Kascade may be shown."""
-    dense, own = rows["dense"], rows["kascade"]
+    dense, kascade = rows["dense"], rows["kascade"]
     withheld = f"{tables.WITHHELD}: {why}"
-    found = tables.nats_lost(own)
-    better = [name for name in tables.TEXT_CONTROLS if name in rows and tables.loses_less(rows[name], own)]
+    found = tables.nats_lost(kascade)
+    better = [name for name in tables.TEXT_CONTROLS if name in rows and tables.loses_less(rows[name], kascade)]
     lost = f"{estimate(found) if found else '-'} nats per byte lost"
     lost += f"; {', '.join(better)} loses less at the same share" if better else ""
     lost = withheld if why else lost
-    kept, flops = (number(100 * own.quality[name]) for name in ("kept_pairs", "flops"))
+    pairs, flops = (number(100 * kascade.quality[name]) for name in ("kept_pairs", "flops"))
     if guide == "1b":
-        perplexity = withheld if why else f"{number(own.quality['perplexity'])}, per token"
+        perplexity = withheld if why else f"{number(kascade.quality['perplexity'])}, per token"
         yield (
             "perplexity 752,570.5",
             f"dense {number(dense.quality['perplexity'])}, Kascade {perplexity}",
             _BROKEN_MODEL,
         )
         yield "0% degradation", lost, _ONE_TEXT
-        reuse = number(100 * own.quality["reuse_layers"])
-        shares = f"{reuse}% of the layers reuse; {kept}% of the pairs kept, {flops}% of the FLOPs"
+        reuse = number(100 * kascade.quality["reuse_layers"])
+        shares = f"{reuse}% of the layers reuse; {pairs}% of the pairs kept, {flops}% of the FLOPs"
         yield "63% sparsity", shares, _LAYERS_COUNTED
     else:
         yield "accuracy: to be validated", lost, "The guide has no figure."
-        yield "8 of 32 tiles", f"{kept}% of the pairs kept, {flops}% of the FLOPs", _OWN_TILE
-    yield "its schedule", next(iter(own.notes), "none recorded"), _OWN_CALIBRATION
+        yield "8 of 32 tiles", f"{pairs}% of the pairs kept, {flops}% of the FLOPs", _LOCAL_TILE
+    yield "its schedule", next(iter(kascade.notes), "none recorded"), _CALIBRATED
 
 
 def _time(members: dict[str, Group], length: int) -> str:
@@ -125,8 +125,8 @@ _BROKEN_MODEL = (
     "128,256. Its weights had gate and up swapped, and RoPE no scaling."
 )
 _LAYERS_COUNTED = "It counts the layers that reuse, 10 of 16. Pairs and FLOPs are other numbers."
-_OWN_TILE = "Each tile of queries has its own tile besides, and the first layer is dense."
-_OWN_CALIBRATION = "Made from the calibration of this model, by the guide's own rule."
+_LOCAL_TILE = "Each tile of queries has its own tile besides, and the first layer is dense."
+_CALIBRATED = "Made from the calibration of this model, by the guide's own rule."
 _ONE_BLOCK = (
     "That kernel had no causal mask and read its first block only. Here all tiles are selected, and the reference is "
     "float64."

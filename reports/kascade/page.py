@@ -13,9 +13,9 @@ from ..page import Section, section
 from . import guide, tables
 
 
-def quality(own: Sequence[Group]) -> Iterator[Section]:
+def quality(groups: Sequence[Group]) -> Iterator[Section]:
     """The loss at each kept fraction."""
-    if made := tables.quality(own):
+    if made := tables.quality(groups):
         intro = (
             "All rows of one share keep the same number of units (layer 0 dense in all of them); “pairs "
             "kept” is measured: query-key pairs that were computed, of all causal ones, in the other layers. "
@@ -24,9 +24,9 @@ def quality(own: Sequence[Group]) -> Iterator[Section]:
             "included. “Attention kept” is the part of dense attention, of the row's own queries and keys, that "
             "lies on computed pairs. A row is withheld where random tiles do not fail."
         )
-        drawn = tables.picture(own)
+        drawn = tables.picture(groups)
         pictures = () if drawn is None else (drawn,)
-        measured = [group for group in own if group.kind in (tables.TEXT, tables.RETRIEVAL)]
+        measured = [group for group in groups if group.kind in (tables.TEXT, tables.RETRIEVAL)]
         rows = {cell.record.requested for group in measured for cell in group.cells}
         if rows & {"omnikv", "lessismore"}:
             intro += (
@@ -40,11 +40,11 @@ def quality(own: Sequence[Group]) -> Iterator[Section]:
 
 def loss(groups: Sequence[Group]) -> tuple[Sequence[Group], str | None] | None:
     """The prefill cases on text, withheld where random tiles do not fail."""
-    own = [member for member in groups if member.kind == tables.TEXT and member.problem.get("phase") == "prefill"]
-    if not own:
+    prefills = [member for member in groups if member.kind == tables.TEXT and member.problem.get("phase") == "prefill"]
+    if not prefills:
         return None
-    why = tables.withheld(own[0], tables.BLIND)
-    return own, None if why is None else f"{tables.WITHHELD}: {why}"
+    why = tables.withheld(prefills[0], tables.BLIND)
+    return prefills, None if why is None else f"{tables.WITHHELD}: {why}"
 
 
 PAGE = ExtensionPage(

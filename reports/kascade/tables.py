@@ -87,8 +87,10 @@ def withheld(group: Group, controls: Sequence[str]) -> str | None:
 def _fails(control: Record, dense: Record) -> bool:
     """Whether a control is worse than dense beyond its interval."""
     if "hit" in control.series:
-        theirs, own = recall_of(dense), recall_of(control)
-        return bool(theirs and own and own.high is not None and theirs.low is not None and own.high < theirs.low)
+        expected, found = recall_of(dense), recall_of(control)
+        return bool(
+            expected and found and found.high is not None and expected.low is not None and found.high < expected.low
+        )
     lost = statistics.paired_difference(control.series.get("nll", ()), control.series.get("standard_nll", ()))
     return bool(lost and lost.low is not None and lost.low > 0)
 
@@ -129,10 +131,10 @@ def _gate_row(cell: Cell, why: str | None) -> dict[str, Value]:
         word = "control: " + ("fails" if found and found.value < (dense_recall or 0.0) else "PASSES")
     else:
         word = "all found" if found and found.value == 1.0 else "loses"
-    return {**lead, "recall": found, **_kept(record), "reading": word}
+    return {**lead, "recall": found, **_retained(record), "reading": word}
 
 
-def _kept(record: Record) -> dict[str, Value]:
+def _retained(record: Record) -> dict[str, Value]:
     figures = record.quality
     return {
         "kept": scaled(figures.get("kept_pairs"), 100),
@@ -188,7 +190,7 @@ def _quality_row(group: Group, cell: Cell, why: str | None) -> dict[str, Value]:
     if why is not None and not method.exact and method.name not in BLIND:
         return {**lead, "reading": f"{WITHHELD}: {why}"}
     figures = record.quality
-    row: dict[str, Value] = {**lead, **_kept(record), "flops": scaled(figures.get("flops"), 100)}
+    row: dict[str, Value] = {**lead, **_retained(record), "flops": scaled(figures.get("flops"), 100)}
     row |= {name: figures.get(name) for name in ("perplexity", "kl_mean", "kl_p99")}
     row["top1"] = scaled(figures.get("top1_agreement"), 100)
     if group.kind == TEXT and not method.exact:
@@ -245,11 +247,11 @@ def picture(groups: Sequence[Group]) -> Picture | None:
                         name = cell.record.requested
                         name = f"{name}, {_schedule_name(group)}" if swept and name == "kascade" else name
                         lines.setdefault(name, []).append((at, value))
-            kept = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
-            if kept:
+            curves = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
+            if curves:
                 title = f"{'text' if kind == TEXT else 'retrieval'}, {phase}"
                 panels.append(
-                    Panel(title, kept, None, x_label="pairs kept, % of causal", y_label=label, log_y=kind == TEXT)
+                    Panel(title, curves, None, x_label="pairs kept, % of causal", y_label=label, log_y=kind == TEXT)
                 )
     return Picture("kascade-quality.svg", "Quality against kept fraction", tuple(panels)) if panels else None
 
@@ -290,8 +292,8 @@ def _further(
     key: str, title: str, lead: Sequence[Column], columns: Sequence[Column], rows: Sequence[dict[str, Value]]
 ) -> list[Table]:
     """A second table of the rows that have a value in any of these columns."""
-    shown = [row for row in rows if any(row.get(column.key) is not None for column in columns)]
-    return [table(key, title, (*lead, *columns), shown)] if shown else []
+    filled = [row for row in rows if any(row.get(column.key) is not None for column in columns)]
+    return [table(key, title, (*lead, *columns), filled)] if filled else []
 
 
 def _speed_row(group: Group, cell: Cell) -> dict[str, Value]:
@@ -346,30 +348,31 @@ def sentences(groups: Sequence[Group]) -> list[str]:
 
 def _sentences(group: Group) -> Iterator[str]:
     rows = {cell.record.requested: cell for cell in group.cells if is_trusted(cell.record)}
-    own = rows.get("kascade")
+    kascade = rows.get("kascade")
     if group.kind == GATE:
         why = withheld(group, CONTROLS)
         lead = f"**Gate, {_phase(group)}**: "
         if why is not None:
             yield f"{lead}Kascade's row is withheld: {why}."
-        elif own is not None and (found := recall_of(own.record)) is not None:
+        elif kascade is not None and (found := recall_of(kascade.record)) is not None:
             failed = [found.value for name in CONTROLS if (found := recall_of(rows[name].record))]
-            share = 100 * own.record.quality["kept_pairs"]
-            mine = recall_of(own.record)
+            share = 100 * kascade.record.quality["kept_pairs"]
+            mine = recall_of(kascade.record)
             yield (
                 f"{lead}dense 1, {code('kascade')} (approximate) {estimate(mine) if mine else ''} at "
                 f"{number(share)}% of the pairs; {plural(len(failed), 'control')} at {number(min(failed))} to "
                 f"{number(max(failed))}."
             )
-    elif group.kind == TEXT and own is not None and withheld(group, BLIND) is None:
-        if (lost := nats_lost(own.record)) is not None:
+    elif group.kind == TEXT and kascade is not None and withheld(group, BLIND) is None:
+        if (lost := nats_lost(kascade.record)) is not None:
             others = [
                 (name, found) for name in TEXT_CONTROLS if name in rows and (found := nats_lost(rows[name].record))
             ]
-            better = [name for name, _ in others if loses_less(rows[name].record, own.record)]
+            better = [name for name, _ in others if loses_less(rows[name].record, kascade.record)]
             yield (
                 f"**{_text_lead(group)}**: {code('kascade')} (approximate) at "
-                f"{number(100 * own.record.quality['kept_pairs'])}% of the pairs loses {estimate(lost)} nats per byte"
+                f"{number(100 * kascade.record.quality['kept_pairs'])}% of the pairs loses {estimate(lost)} "
+                "nats per byte"
                 + (f"; at the same share {_listed(others)}" if others else "")
                 + (f". **{', '.join(map(code, better))} loses less than it.**" if better else ".")
             )

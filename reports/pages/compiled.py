@@ -109,7 +109,7 @@ def build(run: Run) -> Page:
 def in_short(content: Content) -> Iterator[Section]:
     """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
     tried = (("sequence", "lengths"), ("batch", "batches"))
-    bounds = [said for field, sizes in tried for said in _sentences(_tried(content.models, field), sizes)]
+    bounds = [sentence for field, sizes in tried for sentence in _sentences(_tried(content.models, field), sizes)]
     yield Section("in_short", "In short", (_counts(content.records),), (*bounds, *content.unsupported()))
 
 
@@ -226,8 +226,8 @@ def _parts(key: str, targets: Sequence[str]) -> Iterator[tuple[str, str, list[st
         yield key, "", list(targets)
         return
     for platform in dict.fromkeys(target.partition(":")[0] for target in targets):
-        own = [target for target in targets if target.partition(":")[0] == platform]
-        yield f"{key}_{platform}", _PLATFORMS.get(platform, platform), own
+        selected = [target for target in targets if target.partition(":")[0] == platform]
+        yield f"{key}_{platform}", _PLATFORMS.get(platform, platform), selected
 
 
 def _device(target: str) -> Column:

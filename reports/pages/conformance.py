@@ -13,7 +13,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from attnsuite.suite import typed
-from attnsuite.suite.kinds.conformance import TAKES, ConformanceCase, Held, answer_of
+from attnsuite.suite.kinds.conformance import TAKES, ConformanceCase, ConformanceFacts, answer_of
 from attnsuite.suite.record import Record
 from attnsuite.testing.shapes import PLATFORM_FAILS
 from attnsuite.testing.verdicts import VERDICTS
@@ -77,18 +77,20 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
     """What each backend takes, a line per verdict, its worst failure with the lines that show it again."""
     for name, group in _by_backend(records):
         yield from ("", f"{form.heading}{form.name(name)}", "")
-        yield from (f"{record.facts.said}\n" for record in group if record.case == TAKES and record.facts is not None)
+        yield from (
+            f"{record.facts.message}\n" for record in group if record.case == TAKES and record.facts is not None
+        )
         rows = [_right(group)] if _problems(group) else []
         for record in (record for verdict in VERDICTS for record in group if record.case == verdict):
-            said = record.facts.said if record.facts is not None else " ".join(record.reasons) or record.error
-            rows.append((record.case, answer_of(record), said or ""))
+            message = record.facts.message if record.facts is not None else " ".join(record.reasons) or record.error
+            rows.append((record.case, answer_of(record), message or ""))
         if isolates := _isolates(group):
             rows.append(("NaN stays out", *isolates))
         yield from tabulate(rows, ("verdict", "answer", "what was found"), tablefmt=form.table).splitlines()
         worst = _worst(group)
         if worst is not None:
-            said = worst.error or (worst.facts.said if worst.facts is not None else "")
-            yield from ("", f"The worst: {worst.case}: {said} These lines show it again:", "")
+            message = worst.error or (worst.facts.message if worst.facts is not None else "")
+            yield from ("", f"The worst: {worst.case}: {message} These lines show it again:", "")
             yield from _fenced(reproducer(worst), form)
 
 
@@ -123,7 +125,7 @@ def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
         if wrong:
             yield from ("", f"{form.heading}{form.name(name)}: wrong", "")
         for record in wrong:
-            drawn = record.facts.drawn if isinstance(record.facts, Held) else None
+            drawn = record.facts.drawn if isinstance(record.facts, ConformanceFacts) else None
             yield f"- {record.case}: {record.status}: {record.error}{f' Drawn: {drawn}' if drawn else ''}"
 
 
@@ -182,7 +184,7 @@ def _is_of_the_platform(record: Record) -> bool:
 
 
 def _is_right(record: Record) -> bool:
-    return record.status == "ok" and isinstance(record.facts, Held)
+    return record.status == "ok" and isinstance(record.facts, ConformanceFacts)
 
 
 def _failed(group: Iterable[Record]) -> list[Record]:
@@ -211,7 +213,11 @@ def _right(group: Sequence[Record]) -> tuple[str, str, str]:
 
 def _isolates(group: Sequence[Record]) -> tuple[str, str] | None:
     """Whether NaN and infinity behind the lengths, in padding and in other documents changed nothing."""
-    found = {r.case: r.facts.isolates for r in group if isinstance(r.facts, Held) and r.facts.isolates is not None}
+    found = {
+        r.case: r.facts.isolates
+        for r in group
+        if isinstance(r.facts, ConformanceFacts) and r.facts.isolates is not None
+    }
     let_in = [case for case, isolates in found.items() if not isolates]
     return None if not found else ("no", _some(let_in)) if let_in else ("yes", f"in {len(found)} problems")
 
@@ -219,7 +225,7 @@ def _isolates(group: Sequence[Record]) -> tuple[str, str] | None:
 def _worst(group: Sequence[Record]) -> Record | None:
     """The problem that is farthest from its bound; where all are right, the first verdict that is no."""
     failed = sorted(_failed(group), key=lambda r: -(r.facts.share or math.inf if r.facts is not None else math.inf))
-    denied = [r for r in group if isinstance(r.facts, Held) and r.facts.answer == "no"]
+    denied = [r for r in group if isinstance(r.facts, ConformanceFacts) and r.facts.answer == "no"]
     return next(iter([*failed, *denied]), None)
 
 

@@ -248,27 +248,33 @@ def reproduce(content: Content) -> Iterator[Section]:
     """The command that was run."""
     revision = content.records[0].environment.get("git_revision")
     at = f"At git revision {code(revision)}:" if revision else "The git revision is not recorded. The command:"
-    command = command_line(["attnsuite", "run", *_words(content.manifest, content.suites)])
+    command = command_line(["attnsuite", "run", *_arguments(content.manifest, content.suites)])
     yield Section("reproduce", "Reproduce", (at,), commands=(command,), short=True)
 
 
-def _words(manifest: Manifest | None, suites: str) -> list[str]:
+def _arguments(manifest: Manifest | None, suites: str) -> list[str]:
     if manifest is None:
         return ["--suite", suites]
-    words = ["--suite", manifest.file or manifest.suite]
+    arguments = ["--suite", manifest.file or manifest.suite]
     if paragraphs := manifest.checkpoint:
         flags = {"--model": "model", "--seq-len": "sequence", "--batch": "batch", "--dtype": "dtype"}
-        given = {flag: paragraphs.get(name) for flag, name in flags.items()}
-        words = words if paragraphs.get("suite") else []
-        words += [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+        settings = {flag: paragraphs.get(name) for flag, name in flags.items()}
+        arguments = arguments if paragraphs.get("suite") else []
+        arguments += [
+            argument for flag, value in settings.items() if value is not None for argument in (flag, str(value))
+        ]
     names = [str(case["name"]) for case in manifest.cases if "name" in case]
     for option, values in (("--backends", manifest.backends), ("--cases", names)):
-        words += [option, ",".join(values)] if values else []
+        arguments += [option, ",".join(values)] if values else []
     if manifest.text is not None:
-        words += ["--text", manifest.text.path, *(["--text-field", manifest.text.field] if manifest.text.field else [])]
-    for name, value in manifest.asked.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return words
+        arguments += [
+            "--text",
+            manifest.text.path,
+            *(["--text-field", manifest.text.field] if manifest.text.field else []),
+        ]
+    for name, value in manifest.options.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments
 
 
 _Sections = Callable[[Content], Iterable[Section]]

@@ -72,8 +72,8 @@ def _error(record: Record, name: str) -> str:
     if name not in record.accuracy:
         return ""
     alone = None if record.facts is None else record.facts.one_device.get(name)
-    return f"{_shown(record.accuracy[name].max_error)} ({_shown(alone)})"
+    return f"{_format_error(record.accuracy[name].max_error)} ({_format_error(alone)})"
 
 
-def _shown(error: float | None) -> str:
+def _format_error(error: float | None) -> str:
     return "not finite" if error is None else f"{error:.1e}"

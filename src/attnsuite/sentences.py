@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_SHOWN = 60  # characters of a value
+_MAX_LENGTH = 60  # characters of a value
 
 
 def quoted(value: Any) -> str:
@@ -23,8 +23,8 @@ def quoted(value: Any) -> str:
         return {None: "nothing", True: "true", False: "false"}[value]
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..{text[-1]}"
+    text = repr(value[: _MAX_LENGTH + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..{text[-1]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

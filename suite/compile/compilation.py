@@ -215,9 +215,9 @@ def _refused(*reasons: str, error: str = "refused before it was compiled.") -> O
 
 
 def rejected(error: Exception, outcome: Outcome = Outcome()) -> Outcome:  # noqa: B008 (frozen)
-    """The compiler's own words, on one line, up to the location in its source: that holds paths of this machine."""
-    words, *_ = _LOCATION.split(" ".join(str(error).split()), maxsplit=1)
-    message = f"{type(error).__name__}: {words}"[:_REASON_LENGTH]
+    """The compiler's message, on one line, up to the location in its source: that holds paths of this machine."""
+    reason, *_ = _LOCATION.split(" ".join(str(error).split()), maxsplit=1)
+    message = f"{type(error).__name__}: {reason}"[:_REASON_LENGTH]
     out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
     return dataclasses.replace(outcome, status="oom" if out_of_memory else "crashed", error=message)
 

@@ -65,12 +65,12 @@ def _assembled(name: str, ptx: str | None) -> tuple[dict[str, Any], str | None]:
     except (OSError, RuntimeError, ValueError) as error:
         return {}, f"no registers of {name}: {' '.join(str(error).split())[:200]}"
     loads = build.count_loads(ptx)
-    said = {
+    patterns = {
         "registers": r"Used (\d+) registers",
         "spilled_bytes": r"(\d+) bytes spill stores",
         "static": r"(\d+) bytes smem",
     }
-    numbers = {what: int(match[1]) for what, pattern in said.items() if (match := re.search(pattern, report))}
+    numbers = {what: int(match[1]) for what, pattern in patterns.items() if (match := re.search(pattern, report))}
     columns = sum(map(int, re.findall(r"tcgen05\.alloc\.[^;]*, (\d+);", ptx)))
     limit = build.SHARED_LIMITS.get(divmod(int(architecture[1]), 10))
     return numbers | {

@@ -111,18 +111,23 @@ def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:
     """The attention problem of a call, or of each type of layer of a model."""
     if isinstance(case, OpCase):
         return (spec_of(case),)
-    config, cells = model_config(case), _asked(case)
+    config, cells = model_config(case), _attention_sizes(case)
     return tuple(attention_spec(config, kind, **cells) for kind in config.attention_types)
 
 
 def resolutions(case: ModelCase, backend: str, target: Target) -> Resolutions:
     """The backend of each type of layer. Raises BackendUnavailableError where ``backend`` refuses."""
     return resolve_attention(
-        model_config(case), **_asked(case), backend=backend, mode="compile", on_unavailable="raise", target=target
+        model_config(case),
+        **_attention_sizes(case),
+        backend=backend,
+        mode="compile",
+        on_unavailable="raise",
+        target=target,
     )
 
 
-def _asked(case: ModelCase) -> dict[str, Any]:
+def _attention_sizes(case: ModelCase) -> dict[str, Any]:
     decoding = case.is_decode
     return {
         "batch": case.batch,

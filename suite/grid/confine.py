@@ -29,8 +29,8 @@ _TCP, _SCOPES = 3, 3
 END_OF_WRITABLE = "--"  # between folders and files in the command line of a confined process
 
 
-def confine(own: Iterable[Path], readable: Iterable[Path]) -> bool:
-    """Confine this process to writing in ``own`` and reading ``readable``; False where the system cannot.
+def confine(writable: Iterable[Path], readable: Iterable[Path]) -> bool:
+    """Confine this process to writing in ``writable`` and reading ``readable``; False where the system cannot.
 
     Only the thread that calls is confined, and what it starts from then on.
     """
@@ -53,7 +53,7 @@ def confine(own: Iterable[Path], readable: Iterable[Path]) -> bool:
     try:
         devices = _READ | _WRITE_FILE | _TRUNCATE
         allowed = dict.fromkeys(readable, _READ) | dict.fromkeys((Path("/proc"), Path("/dev")), devices)
-        allowed |= dict.fromkeys(own, files)
+        allowed |= dict.fromkeys(writable, files)
         for path, rights in allowed.items():
             _allow(libc, rules, path, rights & files)
         return libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT, rules, 0) == 0

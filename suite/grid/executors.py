@@ -72,8 +72,8 @@ def in_turns(case: Case, cells: Sequence[Cell], references: References, context:
 def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed.
 
-    Cells on several devices have a process beside the others. On a GPU cases that share a process are dealt to several
-    (:func:`_parts`).
+    Cells on several devices have a process beside the others. On a GPU cases that share a process are divided among
+    several (:func:`_parts`).
     """
 
     @functools.cache
@@ -81,10 +81,10 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         return _reference(case, "native", references)
 
-    def places(cell: Cell) -> tuple[tuple[int, int] | None, int]:
+    def process_layout(cell: Cell) -> tuple[tuple[int, int] | None, int]:
         return kind_of(cell.kind).processes(make_case(cell.problem)), cell.devices
 
-    for (joined, devices), members in itertools.groupby(cells, key=places):
+    for (joined, devices), members in itertools.groupby(cells, key=process_layout):
         if joined is None:
             start = functools.partial(Worker, context.limits.memory, host_devices.variables(devices))
         else:

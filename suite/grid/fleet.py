@@ -147,7 +147,7 @@ class Fleet:
         since = time.monotonic()
         while waiting or any(member.state == "busy" for member in self._members.values()):
             self._meet()
-            self._deal(waiting)
+            self._assign(waiting)
             if any(member.state in {"busy", "contacted"} for member in self._members.values()):
                 since = time.monotonic()
             self._check_patience(since)
@@ -157,7 +157,7 @@ class Fleet:
                 elif len(job.lost_on) < _LOSSES:
                     waiting.appendleft(job)
                 else:
-                    yield tuple(self._given_up(cell, job.lost_on) for cell in job.cells)
+                    yield tuple(self._lost_record(cell, job.lost_on) for cell in job.cells)
 
     def _meet(self) -> None:
         """Ask new nodes what they are; forget those that are gone and had nothing to do."""
@@ -192,7 +192,7 @@ class Fleet:
         ).remote(name)
         return Member(name, "contacted", actor, actor.look.remote(self._grid))
 
-    def _deal(self, waiting: deque[Job]) -> None:
+    def _assign(self, waiting: deque[Job]) -> None:
         """Give every idle node a case; a case that was lost goes to another node where there is one."""
         for member in [member for member in self._members.values() if member.state == "idle"]:
             others = [other for other in self._members.values() if other.state in {"idle", "busy"}]
@@ -303,7 +303,7 @@ class Fleet:
             return "attnsuite does not start there: " + " ".join(str(error).split())[-200:].rstrip(".")
         return "its process died"
 
-    def _given_up(self, cell: Cell, nodes: Sequence[str]) -> Record:
+    def _lost_record(self, cell: Cell, nodes: Sequence[str]) -> Record:
         """The record of a cell whose case no node survived."""
         environment = self._first[0] if self._first else Environment()
         context = self._grid.context(environment, self._watcher)

@@ -61,7 +61,7 @@ class Grid:
         """What this machine is, and the cells of the grid on it. Raises InputError."""
         raise NotImplementedError
 
-    def asked(self) -> dict[str, Scalar]:
+    def options(self) -> dict[str, Scalar]:
         """The flags of the command line that say what is computed, beside cases and backends."""
         return {}
 
@@ -70,7 +70,7 @@ class Grid:
         return Manifest(
             verb=self.suite,
             suite=self.suite,
-            asked=self.asked(),
+            options=self.options(),
             cases=tuple(map(problem_of, self.cases)),
             backends=self.backends,
             target=environment.get("target", ""),

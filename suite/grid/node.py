@@ -44,16 +44,16 @@ Message = Doing | Warned | tuple[Record, ...]
 
 
 class Teller:
-    """A watcher that puts messages into a queue. Progress is told twice a second: a message is work on this machine."""
+    """A watcher that puts messages into a queue. Progress is sent twice a second: a message is work on this machine."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-        self._told = 0.0
+        self._last_sent = 0.0
 
     def doing(self, case: str, backend: str, what: str) -> None:
-        """Tell what is being done, unless something was told just now."""
-        if time.monotonic() - self._told > _TELL_SECONDS:
-            self._told = time.monotonic()
+        """Send what is being done, unless something was sent just now."""
+        if time.monotonic() - self._last_sent > _TELL_SECONDS:
+            self._last_sent = time.monotonic()
             self.messages.put(Doing(case, backend, what))
 
     def warn(self, sentence: str) -> None:
@@ -64,7 +64,7 @@ class Teller:
         """Nothing is searched on a node."""
 
 
-def told(records: Callable[[Teller], Iterable[Record]]) -> Iterator[Message]:
+def messages(records: Callable[[Teller], Iterable[Record]]) -> Iterator[Message]:
     """What is being done while a thread makes the records, and at the end all records."""
     teller = Teller()
 
@@ -104,7 +104,7 @@ class Node:
 
     def compute(self, cells: Sequence[Cell]) -> Iterator[Message]:
         """What is being done, and at the end the records of these cells, which are all of one case. After ``look``."""
-        yield from told(lambda teller: self._records(cells, teller))
+        yield from messages(lambda teller: self._records(cells, teller))
 
     def close(self) -> None:
         """Remove the temporary files. The process is ended next, whatever it is doing."""

@@ -26,11 +26,11 @@ def find_cells(
     user_function.register_functions(request.rows)
     cells = [cell for case in request.cases for cell in kinds.kind_of(case.kind).cells(case, request)]
     for reference in filter(user_function.is_reference, request.rows):
-        _check_own(reference, [cell for cell in cells if cell.row == reference])
+        _check_runnable(reference, [cell for cell in cells if cell.row == reference])
     return {"environment": environment.describe(), "cells": cells}
 
 
-def _check_own(reference: str, cells: Sequence[Cell]) -> None:
+def _check_runnable(reference: str, cells: Sequence[Cell]) -> None:
     """Raise InputError, before anything is measured, if a user's function can run in none of the cases."""
     if any(is_measured(cell) for cell in cells):
         return
@@ -72,10 +72,10 @@ def examine() -> dict[str, Any]:
             answers = {mode: support(backend, spec, target, mode) for mode in ("native", "interpret")}
             mode = next((mode for mode, answer in answers.items() if answer), None)
             # What stands against the interpreter beside these: a package that is missing or broken.
-            said = dict.fromkeys(answers["native"].reasons)
+            reasons = dict.fromkeys(answers["native"].reasons)
             if mode is None:
-                said |= dict.fromkeys(x for x in answers["interpret"].reasons if not x.startswith("mode="))
-            problems[label] = {"mode": mode, "reasons": list(said)}
+                reasons |= dict.fromkeys(x for x in answers["interpret"].reasons if not x.startswith("mode="))
+            problems[label] = {"mode": mode, "reasons": list(reasons)}
         specs = _DOCTOR_PROBLEMS.values()
         devices = [
             label for label, device in _DOCTOR_DEVICES.items() if any(support(backend, spec, device) for spec in specs)

@@ -286,16 +286,18 @@ class Joined:
 
     def _ask(self, seconds: float, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Any:
         with ThreadPoolExecutor(len(calls)) as pool:
-            asked = [pool.submit(w.ask, seconds, function, *call) for w, call in zip(self._workers, calls, strict=True)]
+            futures = [
+                pool.submit(w.ask, seconds, function, *call) for w, call in zip(self._workers, calls, strict=True)
+            ]
             try:
-                done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for answered in done:
                     answered.result()
             except BaseException:
                 for worker in self._workers:
                     worker.kill()
                 raise
-        return asked[0].result()
+        return futures[0].result()
 
 
 class Restarting:

@@ -77,10 +77,10 @@ class ProgressDisplay:
             self._done += 1
             self._progress.update(self._task, completed=self._done, left=self._total - self._done)
         else:
-            told = (record.requested, record.target, refusal(record))
-            if told in self._refused:
+            reported = (record.requested, record.target, refusal(record))
+            if reported in self._refused:
                 return
-            self._refused.add(told)
+            self._refused.add(reported)
         self._print(record_line(record))
 
     def _print(self, line: Text) -> None:

@@ -78,7 +78,7 @@ class RunGrid(Grid):
         """Whether a case has times that other work on the machine would lengthen."""
         return any(kind_of(case.kind).needs_ceilings for case in self.cases)
 
-    def asked(self) -> dict[str, Scalar]:
+    def options(self) -> dict[str, Scalar]:
         """The flags of extensions."""
         return dict(self.flags)
 
@@ -179,7 +179,7 @@ def resumed_request(
             cases=tuple(make_case(problem) for problem in manifest.cases),
             backends=manifest.backends,
             all_cores=manifest.all_cores,
-            flags=manifest.asked,
+            flags=manifest.options,
             checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteFlags),
             file=manifest.file,
             shard=None if manifest.shard is None else parse_shard(manifest.shard),
@@ -268,8 +268,8 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
                     "the backends that answer with --backends."
                 ) from failure
             raise jax_does_not_start(failure) from failure
-    if extra := digests(request.backends):
-        answer["environment"]["own"] = extra
+    if source_files := digests(request.backends):
+        answer["environment"]["source_files"] = source_files
     try:
         return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell])
     except ValueError as error:

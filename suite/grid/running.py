@@ -190,8 +190,15 @@ def prepare(
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case, each.cell.row, "compiling and judging")
     apart = references is not None and kind_of(each.cell.kind).judges_in_subprocess
-    given = None if apart else reference
-    call = (work.prepare, each.cell, given, context.limits.memory, context.text, isinstance(each.worker, Turn))
+    local_reference = None if apart else reference
+    call = (
+        work.prepare,
+        each.cell,
+        local_reference,
+        context.limits.memory,
+        context.text,
+        isinstance(each.worker, Turn),
+    )
     seconds = context.limits.seconds * kind_of(each.cell.kind).patience(make_case(each.cell.problem))
     try:
         answer = each.ask(seconds, *call)
@@ -223,9 +230,13 @@ def sample(each: Running, context: RunContext, references: References | None = N
     enough = enough or each.sampling_seconds > context.limits.seconds
     if each.cell.row in peers.PEERS:  # trusted, timed even where it is wrong, and not always on new inputs
         return enough
-    is_own = is_reference(each.cell.row)
-    asked = enough and (is_own or kind_of(each.cell.kind).rechecks_all)
-    if references is not None and each.names_outputs and (asked or (is_own and len(each.samples) <= _RECHECKED)):
+    is_user_function = is_reference(each.cell.row)
+    rechecks_last = enough and (is_user_function or kind_of(each.cell.kind).rechecks_all)
+    if (
+        references is not None
+        and each.names_outputs
+        and (rechecks_last or (is_user_function and len(each.samples) <= _RECHECKED))
+    ):
         _recheck(each, seed, context, references)
     if enough:
         _check_plausible(each, context)
@@ -303,7 +314,7 @@ def _recheck(each: Running, seed: int, context: RunContext, references: Referenc
     """Have a part of a timed call judged. Raises CellFailure where it is wrong."""
     if not (each.cell.exact and each.outcome.status == "ok"):
         return  # an approximation is judged beside controls, and only whole
-    with _outputs(each, context, work.kept) as (path, call):
+    with _outputs(each, context, work.saved_outputs) as (path, call):
         errors = references.recheck(make_case(each.cell.problem), path, seed, typed.convert(call, Size))
     if errors is not None and (sentence := judge.describe_failure(errors)):
         raise CellFailure("wrong", f"a timed call gave {sentence}")

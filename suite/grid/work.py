@@ -47,19 +47,19 @@ def prepare(
         raise CellFailure("crashed", f"the cell is for {cell.target}, and JAX now finds {here}: the device is gone.")
     if not shared:
         _PREPARED.clear()
-    is_own = is_reference(cell.row)
-    resident = psutil.Process().memory_info().rss if is_own else None
+    is_user_function = is_reference(cell.row)
+    resident = psutil.Process().memory_info().rss if is_user_function else None
     before = memory.device_statistics() if shared else None
     kind, start = kind_of(cell.kind), functools.partial(subprocess, cell.row)
-    if is_own and kind.calls_in_subprocess and not here.startswith("tpu"):  # a TPU admits one process
+    if is_user_function and kind.calls_in_subprocess and not here.startswith("tpu"):  # a TPU admits one process
         register_in_subprocess(cell.row, start)
     else:
         register_functions([cell.row])
     means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident, start=start)
     prepared = _PREPARED[cell.key] = kind.prepare(cell, make_case(cell.problem), means)
     outcome = prepared.outcome
-    function = subprocess_function_of(registry.get(cell.row)) if is_own else None
-    if is_own and not (is_confined if function is None else function.process.is_confined):
+    function = subprocess_function_of(registry.get(cell.row)) if is_user_function else None
+    if is_user_function and not (is_confined if function is None else function.process.is_confined):
         outcome = dataclasses.replace(outcome, notes=(*outcome.notes, UNCONFINED))
     if before is not None:
         outcome = dataclasses.replace(outcome, memory=memory.by_difference(outcome.memory, before))
@@ -123,12 +123,12 @@ def answer(key: str, seed: int, path: Path) -> None:
     arrays.save(path, answers(seed))
 
 
-def kept(key: str, path: Path) -> int:
+def saved_outputs(key: str, path: Path) -> int:
     """Write the outputs of one call of the last sample; returns which call."""
     prepared = _prepared(key)
     if prepared.timed is None or prepared.named is None:
         raise CellFailure("crashed", "this cell has kept nothing.")
-    arrays.save(path, prepared.named(prepared.timed.kept))
+    arrays.save(path, prepared.named(prepared.timed.saved_outputs))
     return prepared.timed.call
 
 

@@ -52,14 +52,14 @@ def answer_requests() -> NoReturn:
     answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, tokens), daemon=True).start()
     threading.Thread(target=_write, args=(replies, tokens, answers), daemon=True).start()
-    asked = os.getpid()
+    pid = os.getpid()
     while True:
         try:
             reply = {"ok": call.made(requests.get())()}
             json.dumps(reply, allow_nan=False, default=dataclasses.asdict)
         except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
             reply = _failure(error)
-        if os.getpid() != asked:
+        if os.getpid() != pid:
             os._exit(0)
         answers.put(reply)
 

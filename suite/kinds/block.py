@@ -32,7 +32,7 @@ from .attention import judged_case
 from .formulas import ITEM_BYTES, op_flops, op_tokens
 from .inputs import layout_of
 from .kind import Kind, of_backends
-from .op_case import Call, spec_of, words_of
+from .op_case import Call, describe_call, spec_of
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -55,10 +55,10 @@ class BlockCase(Call):
     width: Count | None = None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The fields in short, the width before those of the call."""
         width = [] if self.width is None else [f"w{self.width}"]
-        return "-".join(["block", *width, words_of(self)])
+        return "-".join(["block", *width, describe_call(self)])
 
     @property
     def features(self) -> int:

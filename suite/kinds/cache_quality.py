@@ -36,8 +36,8 @@ def measure(case: CacheCase, row: str, text: TextFile | None) -> Outcome:
         return ours, dense
 
     outcome = window_by_window(checked(case, text), logits_of, half)
-    bytes_kept = KVCache.create(model.config, 1, 1, DTYPES[row]).nbytes
-    return dataclasses.replace(outcome, accuracy=errors, figures={"kv_bytes_per_token": bytes_kept})
+    bytes_per_token = KVCache.create(model.config, 1, 1, DTYPES[row]).nbytes
+    return dataclasses.replace(outcome, accuracy=errors, figures={"kv_bytes_per_token": bytes_per_token})
 
 
 def behind_cache(

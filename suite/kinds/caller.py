@@ -291,14 +291,14 @@ def _flax_step(
     case: CallerCase, attend: Callable[..., Any] | None, draw: Draw | None = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A decode step of flax's layer at the last slot of a full cache, and its token."""
-    features, own = case.heads * case.head_dim, {} if attend is None else {"attention_fn": attend}
+    features, layer_args = case.heads * case.head_dim, {} if attend is None else {"attention_fn": attend}
     rng = np.random.default_rng([case.seed, 3])
     cached = (case.batch, case.sequence, case.heads, case.head_dim)
     keys, values = (jnp.asarray(rng.standard_normal(cached, np.float32), case.dtype) for _ in range(2))
     token = jnp.asarray(rng.standard_normal((case.batch, 1, features), np.float32), case.dtype)
     dtypes: dict[str, Any] = {"dtype": jnp.dtype(case.dtype), "param_dtype": jnp.dtype(case.dtype)}
     make = {"nnx": _nnx_step, "linen": _linen_step}[case.way]
-    step, state = make(case, {**own, **dtypes}, keys, values)
+    step, state = make(case, {**layer_args, **dtypes}, keys, values)
     step = step if attend is _exact else jax.jit(step, donate_argnums=0)
     state = [state]
 

@@ -67,13 +67,13 @@ class ConformanceCase:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ConformanceFacts:
     """Whether gradients were judged too, and how much of what the judge allows was used.
 
     ``share`` is the largest of all quantities; above 1 fails. It is None where a result was not finite or broke a rule.
     ``isolates``: infinity and NaN behind the lengths, in padding and in other documents changed nothing; None where the
-    problem has none. ``drawn`` says what a random problem asks for. A verdict has an ``answer`` and a sentence,
-    ``said``, and so has :data:`TAKES`, without an answer.
+    problem has none. ``drawn`` says what a random problem asks for. A verdict has an ``answer`` and a ``message``, and
+    :data:`TAKES` a message alone.
     """
 
     gradients: bool
@@ -81,7 +81,7 @@ class Held:
     isolates: bool | None = None
     drawn: str | None = None
     answer: Literal["yes", "no"] | None = None
-    said: str | None = None
+    message: str | None = None
 
 
 class Conformance(Kind):
@@ -90,7 +90,7 @@ class Conformance(Kind):
     titles: ClassVar = {"conformance": "conformance"}
     page: ClassVar = "conformance"
     case: ClassVar = ConformanceCase
-    facts: ClassVar = Held
+    facts: ClassVar = ConformanceFacts
     shares_process: ClassVar = True
     cases_share_process: ClassVar = True
     needs_ceilings: ClassVar = False
@@ -112,7 +112,7 @@ def answer_of(record: Record) -> str:
     """The answer of a verdict's record: yes, no, not applicable, or the status of one that gave none."""
     if record.status == "unsupported":
         return "not applicable"
-    return record.facts.answer or record.status if isinstance(record.facts, Held) else record.status
+    return record.facts.answer or record.status if isinstance(record.facts, ConformanceFacts) else record.status
 
 
 def judged(name: str, case: ConformanceCase, mode: Mode = "native", start: Start | None = None) -> Outcome:
@@ -123,7 +123,7 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native", start: Start
 
     backend, target = registry.get(name), Target.here()
     if case.name == TAKES:
-        return Outcome(facts=Held(gradients=False, share=None, said=_description(name, target, mode)))
+        return Outcome(facts=ConformanceFacts(gradients=False, share=None, message=_description(name, target, mode)))
     if case.number is None and case.name in verdicts.VERDICTS:
         return _verdict(name, case.name, verdicts.Subject(backend, target, mode, case.seed or 0), start)
     if not backend.exact:
@@ -141,15 +141,15 @@ def judged(name: str, case: ConformanceCase, mode: Mode = "native", start: Start
             problems.traced.cache_clear()
             jax.clear_caches()
     if found.status == "unsupported":
-        asks = any(" is not supported by " in reason for reason in found.said)
-        said = tuple(sentence.replace("SubprocessFunctionError: ", "") for sentence in found.said)
-        return Outcome(status="unsupported", reasons=said, error=_NOT_TAKEN if asks else said[0])
+        asks = any(" is not supported by " in reason for reason in found.reasons)
+        reasons = tuple(sentence.replace("SubprocessFunctionError: ", "") for sentence in found.reasons)
+        return Outcome(status="unsupported", reasons=reasons, error=_NOT_TAKEN if asks else reasons[0])
     share = max((random_specs.share(verdict) for verdict in found.verdicts.values()), default=math.inf)
     return Outcome(
         status=found.status,
-        error=" ".join(found.said) or None,
+        error=" ".join(found.reasons) or None,
         accuracy={name: as_error(verdict) for name, verdict in found.verdicts.items()},
-        facts=Held(
+        facts=ConformanceFacts(
             gradients="dq" in found.verdicts,
             isolates=found.isolates,
             share=share if math.isfinite(share) else None,
@@ -167,8 +167,8 @@ def _verdict(name: str, verdict: str, subject: Subject, start: Start | None) -> 
     except Exception as error:  # noqa: BLE001 (whatever a backend raises is a result)
         return _crashed(error)
     if found.answer == "not applicable":
-        return Outcome(status="unsupported", reasons=(found.said,), error=f"not applicable: {found.said}")
-    return Outcome(facts=Held(gradients=False, share=None, answer=found.answer, said=found.said))
+        return Outcome(status="unsupported", reasons=(found.message,), error=f"not applicable: {found.message}")
+    return Outcome(facts=ConformanceFacts(gradients=False, share=None, answer=found.answer, message=found.message))
 
 
 def in_subprocess(name: str, subject: Subject, start: Start) -> InSubprocess | None:

@@ -87,7 +87,7 @@ class Run:
     mesh: str = ""
 
 
-def own_runs() -> dict[str, Run]:
+def standard_runs() -> dict[str, Run]:
     """The runs of the standard backend by name: as it is, in other orders, on other batches, with wrong gradients."""
     runs = [Run(name="standard", role="standard")]
     runs += [Run(name=f"standard, order {i}", role="noise", order=i) for i in range(1, NOISE_RUNS + 1)]
@@ -99,7 +99,7 @@ def own_runs() -> dict[str, Run]:
 def run_of(row: str) -> Run:
     """The run of a row: one of the standard backend's own, or that of another backend, or ``backend@mesh``."""
     backend, _, mesh = row.partition("@")
-    return own_runs().get(row) or Run(name=row, role="backend", backend=backend, mesh=mesh)
+    return standard_runs().get(row) or Run(name=row, role="backend", backend=backend, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class LossCurves(Kind):
 
         others = [name for name in backends_of(request) if name != "standard"]
         on_mesh = [f"{name}@{case.mesh}" for name in ("standard", *others)] if case.mesh else []
-        return [training.cell_of(case, run_of(row)) for row in (*own_runs(), *others, *on_mesh)]
+        return [training.cell_of(case, run_of(row)) for row in (*standard_runs(), *others, *on_mesh)]
 
     def prepare(self, cell: Cell, case: TrainingCase, means: Means) -> Prepared:
         """Train; nothing is timed."""

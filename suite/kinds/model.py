@@ -200,8 +200,8 @@ def _write(case: ModelCase, path: Path, draw: Draw | None) -> None:
     standard = expected
     # A CPU multiplies float32 in float32 whatever the precision: the same program.
     if case.dtype != "float32" or Target.here().platform != "cpu":
-        own = model_program.judged_program(case, model, "standard")
-        standard = execution.outputs_of(own, draw)
+        narrow = model_program.judged_program(case, model, "standard")
+        standard = execution.outputs_of(narrow, draw)
     arrays = {name: np.asarray(tensor, np.float32) for name, tensor in expected.items()}
     arrays |= {_STANDARD + name: np.asarray(tensor, np.float32) for name, tensor in standard.items()}
     np.savez(path, allow_pickle=False, **arrays)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from attnsuite.backends.contract import Kept, SelectsKeys
+from attnsuite.backends.contract import SelectedShare, SelectsKeys
 from attnsuite.models import KVCache, ModelConfig, Transformer
 from attnsuite.models.cache import Slots, default_dtype
 from attnsuite.models.config import AttentionType
@@ -96,7 +96,9 @@ def judged_program(case: ModelCase, model: Transformer, backend: str) -> Program
 
         return Program(judged, (model.arrays(), case_tokens(case, model.config)), renewed=(1,))
     program = model_program(case, model, backend)
-    return Program(lambda *given: judged_outputs(program.function(*given)), program.arguments, renewed=program.renewed)
+    return Program(
+        lambda *inputs: judged_outputs(program.function(*inputs)), program.arguments, renewed=program.renewed
+    )
 
 
 def timed_outputs(case: ModelCase, outputs: Any) -> dict[str, Any]:
@@ -137,10 +139,12 @@ def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
     return lengths.astype(np.int32)
 
 
-def kept_of(resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig) -> tuple[Kept, ...]:
-    """What is kept of each attention type by a backend that selects keys; empty where exact backends compute all."""
+def selected_shares(
+    resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig
+) -> tuple[SelectedShare, ...]:
+    """What each attention type's backend selects, where it selects keys; empty where exact backends compute all."""
     return tuple(
-        found.backend.keeps(
+        found.backend.selected_share(
             found.spec,
             options,
             tuple(i for i, other in enumerate(config.layer_types) if other == kind),
@@ -153,13 +157,13 @@ def kept_of(resolutions: Resolutions, options: Mapping[str, Any], config: ModelC
 
 def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]:
     """Notes on how the case was run: what a sparse backend keeps, and the dtype of the cache."""
-    kept = kept_of(resolutions_of(case, config, backend), options_of(case, config, backend), config)
-    told = tuple(line for one in kept for line in one.lines)
+    selected = selected_shares(resolutions_of(case, config, backend), options_of(case, config, backend), config)
+    lines = tuple(line for one in selected for line in one.lines)
     held = default_dtype(config)
     if not case.is_decode or held == config.dtype:
-        return told
+        return lines
     return (
-        *told,
+        *lines,
         f"{case.name}: the cache is {held} although the model is {config.dtype}, since a CPU reads it faster so.",
     )
 

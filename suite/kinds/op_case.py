@@ -40,7 +40,7 @@ class Call:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        name_case(self, self.words)
+        name_case(self, self.description)
         if self.documents > self.sequence or (self.documents > 1 and self.is_decode):
             raise InputError(
                 f"case {self.name}: documents={self.documents} does not fit; "
@@ -55,9 +55,9 @@ class Call:
             raise InputError(f"case {self.name}: {error}") from error
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The fields in short: the name of a case that has none."""
-        return words_of(self)
+        return describe_call(self)
 
     @property
     def is_decode(self) -> bool:
@@ -144,7 +144,7 @@ def nearest_case(spec: AttentionSpec, *, decode: bool, needs_grad: bool) -> OpCa
         causal=spec.is_causal,
         window_size=None if window is None else window[0] + 1,
         chunk_size=spec.chunk_size,
-        mask=masks.words_of(spec.mask_function) or "",
+        mask=masks.description_of(spec.mask_function) or "",
         soft_cap=spec.logits_soft_cap,
         kv_layout=spec.kv_layout,  # pyright: ignore[reportArgumentType]  (the case checks it)
     )
@@ -163,15 +163,15 @@ def is_plain(problem: Mapping[str, Any]) -> bool:
 def without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with ``window`` of version 0.1 replaced; ``window`` left out the token itself. Raises InputError."""
     if fields.get("window") is not None:
-        given = typed.quoted(fields["window"])
+        window = typed.quoted(fields["window"])
         raise InputError(
-            f"{label_of(fields)}: window = {given} counted the keys beside the token and is gone; use window_size, "
+            f"{label_of(fields)}: window = {window} counted the keys beside the token and is gone; use window_size, "
             "which counts the token too (window_size = window + 1)."
         )
     return {name: value for name, value in fields.items() if name != "window"}
 
 
-def words_of(case: Call) -> str:
+def describe_call(case: Call) -> str:
     """The fields of a call in short, those that are left out unsaid."""
     kind = case.kind.partition("_")[2].replace("_", "-")
     parts = [kind, f"s{case.sequence}", f"h{case.heads}k{case.kv_heads}", f"d{case.head_dim}"]

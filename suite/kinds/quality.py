@@ -26,7 +26,7 @@ from ..errors import InputError
 from ..measure.judge import as_model_error
 from ..measure.text import bits, reader_of, unigram_bits
 from ..record import TensorError
-from .model_program import kept_of, open_model, resolutions_of_sequence
+from .model_program import open_model, resolutions_of_sequence, selected_shares
 from .retrieval import RetrievalCase
 from .text import TextCase
 
@@ -68,7 +68,7 @@ def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Outcome:
         return ours, theirs
 
     outcome = window_by_window(read_text(case, model.config, text), logits_of)
-    return _with_kept(dataclasses.replace(outcome, accuracy=errors), model.config, case, backend)
+    return _with_selection(dataclasses.replace(outcome, accuracy=errors), model.config, case, backend)
 
 
 def window_by_window(held_out: HeldOut, logits_of: Callable[[Array], tuple[Array, Array]], first: int = 0) -> Outcome:
@@ -111,16 +111,16 @@ def recall(case: RetrievalCase, backend: str) -> Outcome:
         "queries": float(len(distances)),
     }
     series = {"hit": tuple(hits[backend]), "standard_hit": tuple(hits["standard"]), "distance": tuple(distances)}
-    return _with_kept(
+    return _with_selection(
         Outcome(quality=figures, series=series, accuracy={"logits": errors[0]}), model.config, case, backend
     )
 
 
-def _with_kept(outcome: Outcome, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Outcome:
-    """The outcome with what an approximate backend kept; without that its figures cannot be read."""
-    kept = kept_of(resolutions_of_sequence(config, case.sequence, backend), {}, config)
-    figures = {name: value for one in kept for name, value in one.figures.items()}
-    notes = tuple(line for one in kept for line in one.lines)
+def _with_selection(outcome: Outcome, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Outcome:
+    """The outcome with what an approximate backend selected; without that its figures cannot be read."""
+    selected = selected_shares(resolutions_of_sequence(config, case.sequence, backend), {}, config)
+    figures = {name: value for one in selected for name, value in one.figures.items()}
+    notes = tuple(line for one in selected for line in one.lines)
     return dataclasses.replace(outcome, quality={**outcome.quality, **figures}, notes=notes)
 
 

@@ -65,9 +65,9 @@ def _scalar(name: str, value: str) -> Scalar:
 
 def _answer(*query: str) -> str | None:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-    words: Sequence[str] = ("nvidia-smi", *query, "--format=csv,noheader,nounits", f"--id={first}")
+    command: Sequence[str] = ("nvidia-smi", *query, "--format=csv,noheader,nounits", f"--id={first}")
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return None
     return done.stdout if done.returncode == 0 else None

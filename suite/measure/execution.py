@@ -21,12 +21,12 @@ _HELD = 2**29  # bytes that compiling and importing may leave in a process
 class Timed:
     """The compiled program of a cell, run on the arguments of a draw.
 
-    ``call`` is the number of a call of the last sample, whose outputs are kept.
+    ``call`` is the number of a call of the last sample, whose outputs are saved.
     """
 
     def __init__(self, compiled: speed.Compiled, program: Program, calls: int = 1) -> None:
         self._call, self._arrays, self._calls, self._arguments = compiled.call, program.arrays, calls, renewer(program)
-        self.call, self._kept = 0, None
+        self.call, self._saved = 0, None
         self.flight = None
         if isinstance(self._call, in_flight.Chain):
             new = sum(program.arguments[i].nbytes for i in program.renewed)
@@ -38,13 +38,13 @@ class Timed:
 
     def sample(self, seed: int) -> float:
         """Mean seconds per call; the inputs of call ``n`` are those of ``Draw(seed, n)``, and ``n`` is any number."""
-        self._kept = None
+        self._saved = None
         arguments = self._drawn(seed)
         if self.flight is None:
             found = speed.sample(self._call, arguments, self._calls)
         else:
             found = self.flight.sample(arguments, speed.drawn())
-        self.call, self._kept = found.call, found.outputs
+        self.call, self._saved = found.call, found.outputs
         return found.seconds
 
     def on_device(self, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -57,9 +57,9 @@ class Timed:
         return lambda number: self._arguments(Draw(seed, number))
 
     @property
-    def kept(self) -> Any:
+    def saved_outputs(self) -> Any:
         """The outputs of call ``call`` of the last sample."""
-        return self._converted(self._kept)
+        return self._converted(self._saved)
 
     def _converted(self, outputs: Any) -> Any:
         return outputs if self._arrays is None else self._arrays(outputs)

@@ -128,13 +128,13 @@ class Flight:
     def _run(self, made: Sequence[tuple[Any, ...]], length: int, chosen: int) -> tuple[float, Any]:
         """Seconds of ``length`` calls, and the outputs of the last on the chosen inputs."""
         self._evict()
-        kept, start = None, speed.clock()
+        saved, start = None, speed.clock()
         for number in range(length):
             outputs = self.chain(*made[number % len(made)])
             if number % len(made) == chosen:
-                kept = outputs
+                saved = outputs
         self.chain.wait()
-        return speed.clock() - start, kept
+        return speed.clock() - start, saved
 
     def _evict(self) -> None:
         if self.cache:

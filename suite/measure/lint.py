@@ -106,8 +106,8 @@ def _products(computations: Mapping[str, Mapping[str, _Instruction]]) -> Iterato
     for members in computations.values():
         for one in members.values():
             if one.opcode in _PRODUCTS:
-                given = [members[name].dtype for name in one.operands if name in members]
-                yield f"{' x '.join(given)} -> {one.dtype}"
+                dtypes = [members[name].dtype for name in one.operands if name in members]
+                yield f"{' x '.join(dtypes)} -> {one.dtype}"
             elif (target := _TARGET.search(one.line)) and target[1] not in _NO_KERNEL:
                 yield f"kernel {target[1]}"
 
@@ -131,19 +131,19 @@ def _copies(
 
     Counted in the entry computation, outside of loops and branches.
     """
-    given = {one.name for one in entry.values() if one.opcode == "parameter" and _ARGUMENT.search(one.line)}
-    if not given:
+    derived = {one.name for one in entry.values() if one.opcode == "parameter" and _ARGUMENT.search(one.line)}
+    if not derived:
         return None
-    sizes = {elements for name in given for _, elements in entry[name].arrays}
+    sizes = {elements for name in derived for _, elements in entry[name].arrays}
     sizes |= {size * (spec.num_heads // spec.num_kv_heads) for size in sizes}
     made = 0
     for one in entry.values():  # in the order of the program
-        if one.opcode in ("parameter", *_PRODUCTS, "custom-call") or not given.intersection(one.operands):
+        if one.opcode in ("parameter", *_PRODUCTS, "custom-call") or not derived.intersection(one.operands):
             continue
         body = [each for name in _INSIDE.findall(one.line) for each in computations.get(name, {}).values()]
         is_product = any(each.opcode in (*_PRODUCTS, "custom-call") for each in body)
         copied = sum(elements in sizes and dtype != "pred" for dtype, elements in one.arrays)
         if copied and not is_product and one.opcode not in ("tuple", "while", "conditional"):
-            given.add(one.name)
+            derived.add(one.name)
             made += 0 if one.opcode in _NO_ARRAY else copied
     return made

@@ -64,12 +64,12 @@ def _device() -> Suite:
 
     The kernels of GPUs, Kvax among them, take no float32.
     """
-    own = shipped("device")
-    calls = [case for case in (*QUICK.cases, *own.cases) if kind_of(case.kind).is_call]
+    device = shipped("device")
+    calls = [case for case in (*QUICK.cases, *device.cases) if kind_of(case.kind).is_call]
     others = [case for case in QUICK.cases if case not in calls]
     calls.sort(key=lambda case: getattr(case, "dtype", "") != "bfloat16")
     half = (dataclasses.replace(case, dtype="bfloat16", name="") for case in others if hasattr(case, "dtype"))  # pyright: ignore[reportArgumentType]  (every case is a dataclass)
-    return dataclasses.replace(own, cases=(*calls, *half, *others))
+    return dataclasses.replace(device, cases=(*calls, *half, *others))
 
 
 QUICK = shipped("quick")

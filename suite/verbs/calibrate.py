@@ -63,8 +63,10 @@ def run(command: Calibrate) -> int:
 
     settings = of("tile_size", "top_k", "min_keys", "granularity") | {"query_tile": command.tile_size}
     schedule_flags = ScheduleFlags(**of("schedule", "anchors", "threshold", "max_reuse_dist"))
-    asked = of("model", "random_tokens", "out", "prompts", "length")
-    request = calibrate.CalibrateRequest(settings=settings, words=schedule_flags, text=text_of(command), **asked)
+    requested = of("model", "random_tokens", "out", "prompts", "length")
+    request = calibrate.CalibrateRequest(
+        settings=settings, schedule_flags=schedule_flags, text=text_of(command), **requested
+    )
     with Console(stderr=True).status("starting") as status:
         path, calibration, schedule = calibrate.run(request, status.update)
     least = calibration.mass.min(axis=(1, 2))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from .flags import NO_RESULT, OnFleet, directory, flag, fleet_of, limits_of, progress, tell, words_of
+from .flags import NO_RESULT, OnFleet, arguments_of, directory, flag, fleet_of, limits_of, progress, tell
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def run(command: Compile) -> int:
     from .report import show
 
     limits = limits_of(command.cell_timeout, command.cell_memory)
-    request = compile_request(command, directory(command.out, "compile"), limits, words_of(command))
+    request = compile_request(command, directory(command.out, "compile"), limits, arguments_of(command))
     fleet = fleet_of(command)
     with progress(lambda: "what is compiled is kept; the same with another --out goes on.") as display:
         compile_run.compile_all(request, display, fleet)

@@ -88,14 +88,14 @@ def text_of(command: Any) -> TextFile | None:
     return TextFile(str(command.text), command.text_field)
 
 
-def extended(kind: type, verb: str, words: Collection[str] = ()) -> type:
-    """The verb's class with the flags of extensions; if the words ask for help, of those alone that they name."""
-    is_help = not {"-h", "--help"}.isdisjoint(words)
+def extended(kind: type, verb: str, arguments: Collection[str] = ()) -> type:
+    """The verb's class with the flags of extensions; if the arguments ask for help, of those alone that they name."""
+    is_help = not {"-h", "--help"}.isdisjoint(arguments)
     found = [
         flags
         for name in EXTENSIONS
         if (flags := importlib.import_module(f".{name}", __package__).FLAGS.get(verb))
-        and (not is_help or any(name in word for word in words))
+        and (not is_help or any(name in argument for argument in arguments))
     ]
     if not found:
         return kind
@@ -105,20 +105,20 @@ def extended(kind: type, verb: str, words: Collection[str] = ()) -> type:
 
 def added(command: Any, kind: type) -> dict[str, Any]:
     """The flags of extensions that were given, as data; ``kind`` is the verb's own class."""
-    own = {field.name for field in dataclasses.fields(kind)}
+    base_fields = {field.name for field in dataclasses.fields(kind)}
     values = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-    given = {name: value for name, value in values.items() if name not in own and value is not None}
+    given = {name: value for name, value in values.items() if name not in base_fields and value is not None}
     return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in given.items()}
 
 
-def words_of(command: Any) -> tuple[str, ...]:
+def arguments_of(command: Any) -> tuple[str, ...]:
     """The command line that gives ``command``, without flags at their defaults. Flags only, no positionals."""
-    words = ["attnsuite", type(command).__name__.lower()]
+    arguments = ["attnsuite", type(command).__name__.lower()]
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
         if value != field.default:
-            words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return tuple(words)
+            arguments += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return tuple(arguments)
 
 
 def directory(out: Path | None, name: str) -> Path:
@@ -148,8 +148,8 @@ def resuming(verb: str, out: Path) -> str:
     folders = (out, out / CONFORMANCE)  # a run on a device holds its backends to the contract first
     if not any((folder / MANIFEST).is_file() for folder in folders):
         return "nothing was computed yet; start again."
-    kept = "what is done is kept; " if any((folder / RECORDS).is_file() for folder in folders) else ""
-    return f"{kept}go on with: attnsuite {verb} --resume --out {out}"
+    progress_note = "what is done is kept; " if any((folder / RECORDS).is_file() for folder in folders) else ""
+    return f"{progress_note}go on with: attnsuite {verb} --resume --out {out}"
 
 
 def directory_of(command: Any, name: str) -> Path:

@@ -110,7 +110,7 @@ def _device(command: Run) -> int:
     print("\n".join(found.plan()), flush=True)
     busy = command.busy or found.suite.busy
     suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command), busy=busy)
-    with progress(lambda: resuming(_words_of_device(command, out), out)) as display:
+    with progress(lambda: resuming(_device_arguments(command, out), out)) as display:
         judged = execute(found.judgement, display)
         print(f"{reports.conformance_overview(judged)}\nreport:  {reports.render(found.judgement.out)}")
         execute(suite, display)
@@ -119,8 +119,8 @@ def _device(command: Run) -> int:
     return code
 
 
-def _words_of_device(command: Run, out: Path) -> str:
-    """The words that go on with a run on a device; its cases are not written down before the first is timed."""
+def _device_arguments(command: Run, out: Path) -> str:
+    """The arguments that go on with a run on a device; its cases are not written down before the first is timed."""
     from ..store import MANIFEST
 
     chosen = () if command.cases is None or (out / MANIFEST).is_file() else ("--cases", command.cases)

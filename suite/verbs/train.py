@@ -79,22 +79,22 @@ def run(command: Train) -> int:
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
     out = directory(command.out, "train")
-    given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-    rank, alpha, targets = (given.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
-    del given["out"], given["resume"], given["text_field"]
-    given["text"], given["options"] = text_of(command), parse_options(command.options)
+    settings = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    rank, alpha, targets = (settings.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
+    del settings["out"], settings["resume"], settings["text_field"]
+    settings["text"], settings["options"] = text_of(command), parse_options(command.options)
     if command.mesh is not None:
         try:
-            given["mesh"] = parse_mesh(command.mesh)
+            settings["mesh"] = parse_mesh(command.mesh)
         except InputError as error:
             raise InputError(f"--{error}") from error
-        make_host_devices(given["mesh"].count)
+        make_host_devices(settings["mesh"].count)
     try:
         adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(parts_of(targets)))
     except ValueError as error:
         raise InputError(f"--lora-{error}") from error
     try:
-        training.execute(training.TrainRequest(**given, lora=adapters), out, resume=command.resume)
+        training.execute(training.TrainRequest(**settings, lora=adapters), out, resume=command.resume)
     except KeyboardInterrupt:
         tell(f"interrupted: go on with the same words and --resume --out {out}")
         raise

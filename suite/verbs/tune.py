@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, words_of
+from .flags import OnFleet, arguments_of, directory_of, flag, fleet_of, limits_of, progress, resuming
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def run(command: Tune) -> int:
         minutes=command.minutes,
         out=out,
         resume=command.resume,
-        command=shlex.join(words_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
+        command=shlex.join(arguments_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
     if command.minutes is not None and command.minutes <= 0:
         raise InputError(f"--minutes {command.minutes:g} must be above 0.")

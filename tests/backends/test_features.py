@@ -19,7 +19,7 @@ from attnsuite.backends import (
     registry,
     support,
 )
-from attnsuite.backends.features import ASKED, DTYPES, Asked, Feature, Mode
+from attnsuite.backends.features import DTYPES, REQUESTS, Feature, FeatureRequest, Mode
 from attnsuite.backends.masks import Causal, Prefix
 from attnsuite.backends.operands import OPERANDS
 from declared import LOADING, PLAIN, Declared, home
@@ -57,10 +57,10 @@ def asking(feature: Feature) -> AttentionSpec:
 
 def test_every_field_of_a_spec_is_asked_about() -> None:
     """A field that is no feature and no bound would be let through by every backend."""
-    asked = {field for each in ASKED.values() for field in each.fields}
+    requested = {field for each in REQUESTS.values() for field in each.fields}
     # Of the batch any is taken, the dtype is a bound of every backend, and plan swaps a layout that is not read.
     bounds = {"batch", "dtype", "kv_layout"}
-    assert asked | bounds == {field.name for field in dataclasses.fields(AttentionSpec)}
+    assert requested | bounds == {field.name for field in dataclasses.fields(AttentionSpec)}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -85,12 +85,12 @@ def test_what_is_not_declared_is_refused_in_one_sentence_whose_advice_holds(name
     backend, (target, mode), spec = registry.get(name), home(name), asking(feature)
     found = support(backend, spec, target, mode)
     if feature in backend.takes(target, mode).features:
-        assert not any(f"(accepted: {ASKED[feature].accepted})" in reason for reason in found.reasons)
+        assert not any(f"(accepted: {REQUESTS[feature].accepted})" in reason for reason in found.reasons)
         return
     (reason,) = found.reasons
-    assert reason.startswith(ASKED[feature].given(spec))
+    assert reason.startswith(REQUESTS[feature].describe(spec))
     assert f"is not supported by {name}" in reason
-    assert f"(accepted: {ASKED[feature].accepted})" in reason
+    assert f"(accepted: {REQUESTS[feature].accepted})" in reason
     (instead,) = re.findall(r"use backend='(\w+)'\.$", reason)
     assert support(registry.get(instead), spec, target), reason
 
@@ -158,8 +158,8 @@ def test_a_feature_or_dtype_that_there_is_not_cannot_be_declared() -> None:
 def a_later_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a feature had been added to the contract, and every spec asked for it."""
     monkeypatch.setattr(features, "FEATURES", (*FEATURES, "dropout"))
-    dropout = Asked(("dropout_rate",), lambda _: True, lambda _: "a dropout rate", "none")
-    monkeypatch.setattr(features, "ASKED", {**ASKED, "dropout": dropout})
+    dropout = FeatureRequest(("dropout_rate",), lambda _: True, lambda _: "a dropout rate", "none")
+    monkeypatch.setattr(features, "REQUESTS", {**REQUESTS, "dropout": dropout})
 
 
 @pytest.mark.wrong_types  # the type of a feature names those of today

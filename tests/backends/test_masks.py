@@ -64,7 +64,7 @@ def test_intervals_are_held_at_the_ends_of_int32() -> None:
 @pytest.mark.parametrize("mask", NAMED, ids=str)
 def test_a_mask_is_read_from_its_words(mask: masks.Mask) -> None:
     assert masks.parse(str(mask)) == mask
-    assert masks.words_of(mask) == str(mask)
+    assert masks.description_of(mask) == str(mask)
 
 
 def test_a_mask_of_a_readers_own_needs_no_line_elsewhere() -> None:

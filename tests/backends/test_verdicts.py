@@ -213,7 +213,7 @@ def asked(verdict, function, features, elsewhere=None, dtypes=("float32",), subj
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("verdict", "function", "features", "said"),
+    ("verdict", "function", "features", "message"),
     [
         ("deterministic", counting(), PLAIN - {"gradient"}, "5 runs (forward, float32): output: "),
         ("deterministic", unwritten(), LENGTHS - {"gradient"}, "5 runs ("),
@@ -237,10 +237,10 @@ def asked(verdict, function, features, elsewhere=None, dtypes=("float32",), subj
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_control_fails_its_verdict(verdict, function, features, said):
+def test_control_fails_its_verdict(verdict, function, features, message):
     found = asked(verdict, function, features)
     assert found.answer == "no", found
-    assert found.said.startswith(said), found
+    assert found.message.startswith(message), found
 
 
 @pytest.mark.parametrize(
@@ -287,17 +287,17 @@ def test_other_bits_in_another_process_are_told():
 
     found = asked("deterministic", right, PLAIN, elsewhere)
     assert found.answer == "no"
-    assert found.said.startswith("one processor core (forward, float32): output: ")
-    assert found.said.endswith("numbers differ, by at most 1 ulp.")
+    assert found.message.startswith("one processor core (forward, float32): output: ")
+    assert found.message.endswith("numbers differ, by at most 1 ulp.")
 
 
 def test_verdict_of_which_nothing_is_taken_is_not_applicable():
     found = asked("isolates", right, PLAIN)
     assert found.answer == "not applicable"
-    assert found.said == "mine takes no lengths, documents, window or causal mask: nothing is hidden."
+    assert found.message == "mine takes no lengths, documents, window or causal mask: nothing is hidden."
 
 
 def test_output_of_another_shape_is_named_before_any_verdict():
     found = asked("batch_invariant", lambda *x: right(*x).swapaxes(1, 2), PLAIN)
     assert found.answer == "not applicable"
-    assert "length and heads are swapped; return output.swapaxes(1, 2)." in found.said
+    assert "length and heads are swapped; return output.swapaxes(1, 2)." in found.message

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig, Transformer, generate
-from attnsuite.models.cache import Places
+from attnsuite.models.cache import SlotMapping
 from attnsuite.models.serving import Request, Sizes, serve
 
 CALL = {"backend": "standard"}
@@ -55,8 +55,8 @@ def test_every_request_gets_the_tokens_that_it_gets_alone() -> None:
 
 @pytest.mark.serving
 def test_a_token_in_another_sequences_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Places.of
-    monkeypatch.setattr(Places, "of", lambda table, rows, *rest: right(table, 0 * rows, *rest))
+    right = SlotMapping.of
+    monkeypatch.setattr(SlotMapping, "of", lambda table, rows, *rest: right(table, 0 * rows, *rest))
     model, requests = make().with_config(max_length=2049), trace()
     found = serve(model, requests, SIZES, clock=ticking(), **CALL)
     monkeypatch.undo()

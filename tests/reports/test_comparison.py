@@ -62,7 +62,7 @@ def test_flags_that_differ_are_said(record, write_run):
 
 
 def test_other_file_of_a_users_own_row_is_said(record, write_run):
-    facts = [{**record().environment, "own": {"kernels.py:attend": digest}} for digest in ("01", "23")]
+    facts = [{**record().environment, "source_files": {"kernels.py:attend": digest}} for digest in ("01", "23")]
     told = runs(write_run, *([record(environment=each)] for each in facts))
     assert "**Different:** digest of kernels.py:attend. The ratios include" in told.split("<details>")[0]
 

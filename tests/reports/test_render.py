@@ -233,7 +233,7 @@ MANIFEST = Manifest(
     git_revision=None,
     target="cpu",
     flags={},
-    asked={"tile_size": 64},
+    options={"tile_size": 64},
 )
 
 
@@ -252,7 +252,7 @@ def test_command_of_the_guides_run_names_suite_model_and_text(record, write_run)
         "checkpoint": {"model": "DIR", "sequence": 512, "suite": "kascade-guide"},
         "text": TextIdentity(path="my.txt", sha256=""),
     }
-    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, asked={}, **of)
+    manifest = dataclasses.replace(MANIFEST, suite="kascade-guide", file=None, options={}, **of)
     (run / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)), encoding="utf-8")
     command = (
         "    attnsuite run --suite kascade-guide --model DIR --seq-len 512 --backends standard,chunked --cases a,b "

@@ -43,7 +43,7 @@ def test_all_six_outputs_of_a_block_agree_with_products_and_oracle_in_float64(re
         assert set(found.outcome.accuracy) == set(block._OUTPUTS)
         assert all(error.max_error < 3e-6 for error in found.outcome.accuracy.values())
         assert found.timed.sample(1) > 0
-        errors = BLOCK.recheck(CASE, found.named(found.timed.kept), Draw(1, found.timed.call), 0)
+        errors = BLOCK.recheck(CASE, found.named(found.timed.saved_outputs), Draw(1, found.timed.call), 0)
         assert all(error.passed for error in errors.values())
 
 

@@ -86,7 +86,7 @@ def test_no_path_user_or_host_is_in_it(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     lines = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
     lines[0]["notes"] = ["ada read /data/private/x.bin on engine-1842; see https://example.org/page"]
-    lines[0]["environment"] |= {"node": "engine-1842", "own": {"/home/ada/mine.py:f": "0123"}}
+    lines[0]["environment"] |= {"node": "engine-1842", "source_files": {"/home/ada/mine.py:f": "0123"}}
     lines[0]["environment"]["flags"] = {"XLA_FLAGS": "--xla_dump_to=/home/ada/dump"}
     (run_dir / RECORDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = json.loads((run_dir / MANIFEST).read_text()) | {"file": "/home/ada/suites/mine.toml"}

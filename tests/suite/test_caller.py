@@ -47,7 +47,7 @@ def held_to_its_own_inputs(case, found):
     assert found.outcome.status == "ok", found.outcome.error
     assert all(error.passed for error in found.outcome.accuracy.values())
     assert math.isfinite(found.timed.sample(7))
-    outputs, call, kind = found.named(found.timed.kept), found.timed.call, kind_of("caller")
+    outputs, call, kind = found.named(found.timed.saved_outputs), found.timed.call, kind_of("caller")
     for choice in (0, 1):
         assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
         assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())

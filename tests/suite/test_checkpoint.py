@@ -99,7 +99,7 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
         text=TextFile(str(path), "text"),
         out=tokenized / "c",
         settings=settings,
-        words=ScheduleFlags(schedule="manual", anchors="0"),
+        schedule_flags=ScheduleFlags(schedule="manual", anchors="0"),
     )
     name, prompts = calibration_verb.prompts_of(request, ModelConfig.from_preset("debug", vocab_size=512))
     whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)
@@ -207,7 +207,7 @@ def test_a_calibration_decides_the_settings_of_a_run_and_the_schedule_of_its_row
     assert cases[-1].calibration == str(file)
     assert dense.checked_config(cases[-1], None).num_layers == made.num_layers
     found = dense.schedules(dataclasses.replace(cases[-1], anchors="3"), load_shipped(), tmp_path / "nowhere.npz")
-    assert found["own"] == dynamic_programming(made, 3)
+    assert found["case"] == dynamic_programming(made, 3)
     call = ["--backends", "kascade", "--calibration", file, "--out", tmp_path / "run"]
     assert "was calibrated on another model" in refused("run", "--model", untrained, *call)
     assert "--calibration is about a checkpoint; add --model" in refused("run", *call)

@@ -154,10 +154,10 @@ def test_cases_choose_what_is_timed_and_leave_the_contract_whole(monkeypatch, tm
     with pytest.raises(InputError, match="no case matches"):
         found(monkeypatch, tmp_path, "cuda:h100", {"standard"}, cases="nothing")
     begun = run_verb.Run(cases="forward-*,decode-*")  # interrupted in the contract: the cases are not written down yet
-    words = run_verb._words_of_device(begun, tmp_path)
+    words = run_verb._device_arguments(begun, tmp_path)
     assert words == "run --suite device --cases 'forward-*,decode-*'"
     (tmp_path / MANIFEST).touch()
-    assert run_verb._words_of_device(begun, tmp_path) == "run --suite device"
+    assert run_verb._device_arguments(begun, tmp_path) == "run --suite device"
 
 
 def _small(backends, out, limits, cases):

@@ -426,7 +426,7 @@ def test_refused_cell_of_a_case_that_no_node_survived_is_refused_all_the_same(tm
     cell = fleet._first[1][0]
     nowhere = dataclasses.replace(cell, mode=None, resolved=None)
     elsewhere = dataclasses.replace(cell, mode="fallback", resolved="chunked")  # chunked is a cell of the case
-    given_up = [fleet._given_up(each, ["n1", "n2", "n3"]).status for each in (cell, nowhere, elsewhere)]
+    given_up = [fleet._lost_record(each, ["n1", "n2", "n3"]).status for each in (cell, nowhere, elsewhere)]
     assert given_up == ["crashed", "unsupported", "unsupported"]
 
 

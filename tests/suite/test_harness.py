@@ -129,7 +129,7 @@ def test_sparse_attention_is_what_runs(dense, sparse):
 def test_evaluation_says_what_is_kept_and_that_every_pair_of_a_short_text_is(sparse, caplog):
     caplog.set_level("WARNING", adapter.__name__)
     sparse._logged = 0
-    sparse._log_kept(128)
+    sparse._log_selected(128)
     assert "of the causal pairs" in caplog.text
     assert "DENSE" not in caplog.text
     caplog.clear()
@@ -318,7 +318,7 @@ def test_longbench_and_aime_run_with_dense_attention_and_kascade_in_both_phases_
 
 def test_generation_says_what_is_kept_of_the_prompt_and_in_decoding(decode_only, caplog):
     decode_only._logged = 0
-    decode_only._log_kept(640, decoding=True)
+    decode_only._log_selected(640, decoding=True)
     assert "in a text of 640 tokens, the longest so far: DENSE" in caplog.text
     assert "in a step of decoding behind 640 tokens: kept: 0." in caplog.text
 

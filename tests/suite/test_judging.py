@@ -247,7 +247,7 @@ def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
 def test_verdict_finds_what_another_number_of_threads_changes(kernels):
     found = judged(kernels, "threaded", "deterministic")
     assert found.facts.answer == "no"
-    assert found.facts.said.startswith("one processor core (")
+    assert found.facts.message.startswith("one processor core (")
 
 
 def test_interpret_is_for_kernels_that_have_an_interpreter():

@@ -61,12 +61,12 @@ def one_pass(method, top_k):
 
     @jax.jit
     def run(query, key, value):
-        watched.kept.clear()
+        watched.retained.clear()
         plan, carry, outs = watched.plan(spec, Layout(), target=Target("cpu")), (), []
         for layer in range(3):
             out, carry = plan.run(query[layer], key[layer], value[layer], layer=layer, carry=carry)
             outs.append(out)
-        return jnp.stack(outs), list(watched.kept)
+        return jnp.stack(outs), list(watched.retained)
 
     outs, kept = run(*inputs)
     return spec, case, np.asarray(outs), exact, kept

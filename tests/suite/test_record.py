@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsuite.suite.kinds import checked
+from attnsuite.suite.kinds.conformance import ConformanceFacts
 from attnsuite.suite.kinds.loss_curve import LossCurve
 from attnsuite.suite.kinds.sharded import Share
 from attnsuite.suite.kinds.tuning import Trial, Trials
@@ -72,9 +73,11 @@ def test_what_is_no_record_is_refused_with_a_reason(line):
         ({"accuracy": {"out": {"surprise": 1.0}}}, "no key 'surprise'"),
         ({"kernels": [{"name": "f", "configuration": {"a": []}}]}, r"kernels.0.configuration.a = a list"),
         ({"environment": {"clock": {"a": []}}}, r"environment.clock.a = a list"),
+        ({"environment": {"own": {}, "source_files": {}}}, "no key 'own'"),
         ({"facts": {"tried": []}}, "facts = a table must be nothing"),
         ({"kind": "tuning"}, "facts = nothing must be a table where tuning has status ok"),
         ({"kind": "tuning", "facts": {"losses": []}}, "no key 'losses'; its keys are tried"),
+        ({"kind": "tuning", "facts": {"said": "yes"}}, "no key 'said'; its keys are tried"),
         (
             {"kind": "loss_curve", "facts": {"role": "tuba", "losses": []}},
             "facts.role = 'tuba' must be one",
@@ -123,6 +126,16 @@ def test_what_could_not_be_read_again_is_not_made(example_record):
 def test_calls_of_before_kv_layout_read_as_they_were_measured(example_record, problem, layout):
     record = dataclasses.replace(example_record, problem=problem)
     assert read_record(record.to_json().encode()).problem == {**problem, "kv_layout": layout}
+
+
+def test_names_of_earlier_versions_are_read_as_those_of_this_one(example_record):
+    facts = ConformanceFacts(gradients=False, share=None, answer="yes", message="nothing differs.")
+    environment = {"source": "a", "source_files": {"mine.py:f": "0123"}}
+    record = dataclasses.replace(example_record, kind="conformance", environment=environment, facts=facts)
+    line = json.loads(record.to_json())
+    line["environment"]["own"] = line["environment"].pop("source_files")
+    line["facts"]["said"] = line["facts"].pop("message")
+    assert read_record(json.dumps(line).encode()) == record
 
 
 def test_missing_field_is_refused(example_record):

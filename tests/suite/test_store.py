@@ -80,7 +80,7 @@ def test_resuming_where_there_is_no_run_is_refused(tmp_path):
 IDENTITY = Manifest(
     verb="compile",
     suite="compile",
-    asked={"steps": 2},
+    options={"steps": 2},
     target="cpu",
     versions={"jax": "1"},
     source="a",
@@ -94,21 +94,32 @@ def test_a_resumed_run_has_to_be_the_one_that_was_begun(tmp_path):
         store.settle(IDENTITY)
     with RunStore(tmp_path, resume=True) as store:
         store.settle(IDENTITY)
-        with pytest.raises(InputError, match=r'cannot be resumed, .*: asked was {"steps": 2}, is {"steps": 3}\.'):
-            store.settle(dataclasses.replace(IDENTITY, asked={"steps": 3}))
+        with pytest.raises(InputError, match=r'cannot be resumed, .*: options was {"steps": 2}, is {"steps": 3}\.'):
+            store.settle(dataclasses.replace(IDENTITY, options={"steps": 3}))
         with pytest.raises(InputError, match=r"verb was compile, is tune"):
             store.settle(dataclasses.replace(IDENTITY, verb="tune"))
-    (tmp_path / MANIFEST).write_text('{"verb": "compile", "asked": {"steps": []}}')
-    with RunStore(tmp_path, resume=True) as store, pytest.raises(InputError, match=r"asked\.steps = a list must be"):
+    (tmp_path / MANIFEST).write_text('{"verb": "compile", "options": {"steps": []}}')
+    with RunStore(tmp_path, resume=True) as store, pytest.raises(InputError, match=r"options\.steps = a list must be"):
+        store.settle(IDENTITY)
+
+
+def test_a_run_that_an_earlier_version_began_is_resumed(tmp_path):
+    with RunStore(tmp_path, resume=False) as store:
+        store.settle(IDENTITY)
+    fields = json.loads((tmp_path / MANIFEST).read_text())
+    fields["asked"] = fields.pop("options")
+    files.write_json(tmp_path / MANIFEST, fields)
+    assert read_manifest(tmp_path) == IDENTITY
+    with RunStore(tmp_path, resume=True) as store:
         store.settle(IDENTITY)
 
 
 def test_a_manifest_and_a_record_of_an_earlier_version_are_read_as_of_this_one(tmp_path, example_record):
-    known = {name: value for name, value in dataclasses.asdict(IDENTITY).items() if name != "asked"}
+    known = {name: value for name, value in dataclasses.asdict(IDENTITY).items() if name != "options"}
     earlier = {"kascade": {"top_k": 0.5}, "checkpoint": {"model": "text", "guide": True}}
     files.write_json(tmp_path / MANIFEST, known | earlier)
     found = read_manifest(tmp_path)
-    assert found.asked == {"top_k": 0.5}
+    assert found.options == {"top_k": 0.5}
     assert found.checkpoint == {"model": "text", "suite": IDENTITY.suite}
     fields = {name: value for name, value in json.loads(example_record.to_json()).items() if name != "figures"}
     line = json.dumps(fields | {"kv_bytes_per_token": 1024}).encode()

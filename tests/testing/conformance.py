@@ -84,8 +84,8 @@ class Conformance:
         refused; of a device that is not here nothing is run, and all cases are asked about.
         """
         if "case" in metafunc.fixturenames:
-            asked = [case for case in self.cases if self.target is not None or self.is_refused(case)]
-            metafunc.parametrize("case", asked)
+            cases = [case for case in self.cases if self.target is not None or self.is_refused(case)]
+            metafunc.parametrize("case", cases)
         if "taken" in metafunc.fixturenames:
             metafunc.parametrize("taken", self.taken(metafunc.function))
 

@@ -20,14 +20,14 @@ from .problems import CASES
 class Judgement:
     """What was found on one problem.
 
-    ``verdicts`` are those of the judge by quantity; ``said`` has one sentence for each fault of a wrong result, or for
-    each reason of a refusal. ``problem`` describes a random problem, and is empty for a named one. ``isolates``:
+    ``verdicts`` are those of the judge by quantity; ``reasons`` has one sentence for each fault of a wrong result, or
+    for each reason of a refusal. ``problem`` describes a random problem, and is empty for a named one. ``isolates``:
     infinity and NaN behind the lengths, in padding and in other documents change nothing; None: there are none.
     """
 
     status: Literal["ok", "wrong", "unsupported"]
     verdicts: Mapping[str, oracle.Verdict] = dataclasses.field(default_factory=dict)
-    said: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
     problem: str = ""
     isolates: bool | None = None
 
@@ -46,7 +46,7 @@ def judge_case(
     if refused:
         spec = dataclasses.replace(spec, needs_grad=False)
         if not support(backend, spec, target, mode):
-            return Judgement("unsupported", said=refused)
+            return Judgement("unsupported", reasons=refused)
     try:
         return _held(backend, dataclasses.replace(problems.problem(name, dtype, seed), spec=spec), target, mode)
     except Exception as error:  # noqa: BLE001 (raised again, unless the platform is why)
@@ -56,7 +56,7 @@ def judge_case(
 def _held(backend: Backend, problem: problems.Problem, target: Target, mode: Mode) -> Judgement:
     spec = problem.spec
     if misshapen := shapes.fault(problems.planned(backend, problem, target, mode), spec, problem.inputs, problem.terms):
-        return Judgement("wrong", said=(misshapen,))
+        return Judgement("wrong", reasons=(misshapen,))
     run = (
         checks.compiled(backend, problem, target, mode) if spec.needs_grad else _forward(backend, problem, target, mode)
     )
@@ -66,7 +66,7 @@ def _held(backend: Backend, problem: problems.Problem, target: Target, mode: Mod
     moved = [name for name, x in results.items() if not np.array_equal(x, again[name], equal_nan=True)]
     judged = _judged(verdicts, moved)
     if judged.status == "wrong" and np.asarray(results["output"])[problem.unseen_rows].any():
-        judged = dataclasses.replace(judged, said=("rows that see nothing are not zero.", *judged.said))
+        judged = dataclasses.replace(judged, reasons=("rows that see nothing are not zero.", *judged.reasons))
     return dataclasses.replace(judged, isolates=checks.keeps_nan_out(run, problem, results))
 
 
@@ -75,7 +75,7 @@ def judge_random(backend: Backend, number: int, seed: int, target: Target, mode:
     try:
         drawn = random_specs.draw(number, seed, backend, target, mode)
     except RuntimeError as error:
-        return Judgement("unsupported", said=(str(error),))
+        return Judgement("unsupported", reasons=(str(error),))
     try:
         found = _held_to_random(backend, drawn, target, mode)
     except Exception as error:  # noqa: BLE001 (raised again, unless the platform is why)
@@ -86,7 +86,7 @@ def judge_random(backend: Backend, number: int, seed: int, target: Target, mode:
 def _held_to_random(backend: Backend, drawn: random_specs.Drawn, target: Target, mode: Mode) -> Judgement:
     made = plan(backend, drawn.spec, drawn.layout, target=target, mode=mode, options=drawn.options)
     if misshapen := shapes.fault(lambda *x: made.run(*x[:3], terms=x[3])[0], drawn.spec, drawn.inputs, drawn.terms):
-        return Judgement("wrong", said=(misshapen,))
+        return Judgement("wrong", reasons=(misshapen,))
     return _judged(random_specs.verdicts(drawn, backend, target, mode), ())
 
 
@@ -94,8 +94,8 @@ def _of_the_platform(error: Exception, spec: AttentionSpec) -> Judgement:
     """What JAX's own attention cannot do here either is no fault of the backend; everything else is raised again."""
     if not shapes.platform_fails(error, spec):
         raise error
-    said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-    return Judgement("unsupported", said=(f"{shapes.PLATFORM_FAILS} in {spec.dtype}: {said}.",))
+    message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+    return Judgement("unsupported", reasons=(f"{shapes.PLATFORM_FAILS} in {spec.dtype}: {message}.",))
 
 
 def _forward(backend: Backend, problem: problems.Problem, target: Target, mode: Mode) -> checks.Run:
@@ -104,10 +104,10 @@ def _forward(backend: Backend, problem: problems.Problem, target: Target, mode: 
 
 
 def _judged(verdicts: Mapping[str, oracle.Verdict], moved: list[str] | tuple[str, ...]) -> Judgement:
-    said = [_fault(name, verdict) for name, verdict in verdicts.items() if not verdict.passed]
+    reasons = [_fault(name, verdict) for name, verdict in verdicts.items() if not verdict.passed]
     if moved:
-        said.append(f"{', '.join(moved)} change with numbers that no query may see, or from one run to the next.")
-    return Judgement("wrong" if said else "ok", verdicts, tuple(said))
+        reasons.append(f"{', '.join(moved)} change with numbers that no query may see, or from one run to the next.")
+    return Judgement("wrong" if reasons else "ok", verdicts, tuple(reasons))
 
 
 def _fault(name: str, verdict: oracle.Verdict) -> str:

@@ -54,13 +54,13 @@ def _with_any_order_of_sums(problem: Problem) -> Problem:
     query, key = (np.asarray(x, np.float32).swapaxes(1, 2) for x in (query, key))
     key = np.repeat(key, spec.group_size, axis=1)
     exact = query.astype(np.float64) @ key.astype(np.float64).swapaxes(2, 3)
-    given = 0.0 if problem.terms.bias is None else np.asarray(problem.terms.bias)
+    base = 0.0 if problem.terms.bias is None else np.asarray(problem.terms.bias)
     standard = dict(problem.standard)
     for order in np.random.default_rng(0).permuted(np.tile(np.arange(spec.head_dim), (_ORDERS, 1)), axis=1):
         summed = np.zeros(exact.shape, np.float32)
         for h in order:
             summed += query[..., :, None, h] * key[..., None, :, h]
-        bias: Any = given + spec.softmax_scale * (summed - exact)
+        bias: Any = base + spec.softmax_scale * (summed - exact)
         terms = dataclasses.replace(problem.terms, bias=bias)
         rounded = problems.exact(dataclasses.replace(spec, has_bias=True), problem.layout, problem.inputs, terms)
         for name in set(standard) - {"dbias"}:  # here the gradient of another bias

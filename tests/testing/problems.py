@@ -174,10 +174,11 @@ def judge(
     kind: oracle.Kind = "forward" if name in ("output", "log_sum_exp") else "gradient"
     if name == "log_sum_exp":
         zero, expected = np.isneginf(expected), np.where(np.isneginf(expected), 0.0, expected)
-        given = np.asarray(actual)
-        if given.shape == expected.shape:
-            given = np.where(zero, np.where(np.isneginf(given), given.dtype.type(0.0), given.dtype.type(1.0)), given)
-        return oracle.judge(given, expected, standard, dtype, kind, zero=zero)
+        result = np.asarray(actual)
+        if result.shape == expected.shape:
+            zero_or_one = np.where(np.isneginf(result), result.dtype.type(0.0), result.dtype.type(1.0))
+            result = np.where(zero, zero_or_one, result)
+        return oracle.judge(result, expected, standard, dtype, kind, zero=zero)
     return oracle.judge(actual, expected, standard, dtype, kind, zero=zero)
 
 

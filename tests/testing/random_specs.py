@@ -78,9 +78,9 @@ class Drawn:
 
     def __str__(self) -> str:
         plain = {field.name: getattr(self.spec, field.name) for field in dataclasses.fields(self.spec)}
-        said = {name: x for name, x in plain.items() if x not in (None, False)}
+        fields = {name: x for name, x in plain.items() if x not in (None, False)}
         how = f"options={dict(self.options)} traced={self.traced} unseen={self.spoilt}"
-        return f"{said} {how} largest logit {self.largest_logit:.0f}"
+        return f"{fields} {how} largest logit {self.largest_logit:.0f}"
 
 
 def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -> Drawn:
@@ -152,9 +152,9 @@ def _draw(rng: np.random.Generator, taken: frozenset[Feature], *, has_blocks: bo
         spec = dataclasses.replace(spec, score_function=leaning)
     if {"pages", "kv_dtype"} <= taken and sometimes(0.2):
         cache = _cache(rng, sometimes, S)
-        layout, terms, *kept = cached(cache, layout, terms, arrays[1], arrays[2], rng)
-        arrays = arrays[0], *kept, arrays[3]
-        pages = {} if cache.page_size is None else dict(zip(("num_pages", "page_size"), kept[0].shape, strict=False))
+        layout, terms, *stored = cached(cache, layout, terms, arrays[1], arrays[2], rng)
+        arrays = arrays[0], *stored, arrays[3]
+        pages = {} if cache.page_size is None else dict(zip(("num_pages", "page_size"), stored[0].shape, strict=False))
         spec = dataclasses.replace(spec, needs_grad=False, kv_dtype=cache.kv_dtype, **pages)
     if "values_in_keys" in taken and Hv <= H and sometimes(0.15):
         spec, terms = dataclasses.replace(spec, values_in_keys=True), dataclasses.replace(terms, value_scales=None)
@@ -184,7 +184,7 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
         runs = [(rng.choice([-1, -7, 0, 1, 2, 2**31 - 1]), rng.integers(1, length + 1)) for _ in range(6)]
         return np.resize(np.concatenate([np.full(count, name) for name, count in runs]), length)
 
-    def places(length: int) -> np.ndarray:
+    def positions(length: int) -> np.ndarray:
         start, step = rng.integers(-20, 60), rng.choice([-1, 0, 1, 1, 2])
         row = start + step * np.arange(length)
         return rng.permutation(row) if sometimes(0.3) else row
@@ -200,9 +200,9 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
         arrays["query_segment_ids"] = rows(ids, T)
         arrays["key_value_segment_ids"] = arrays["query_segment_ids"] if T == S and sometimes(0.7) else rows(ids, S)
     if sometimes(0.3):
-        arrays["query_positions"] = rows(places, T)
+        arrays["query_positions"] = rows(positions, T)
     if sometimes(0.3):
-        arrays["key_value_positions"] = rows(places, S)
+        arrays["key_value_positions"] = rows(positions, S)
     if sometimes(0.3):
         arrays["key_value_seq_lengths"] = jax.device_put(rng.integers(-3, S + 40, B).astype(np.int32))
     if sometimes(0.15):

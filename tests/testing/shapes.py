@@ -30,11 +30,11 @@ def fault_of(found: Any, spec: AttentionSpec) -> str:
     shape = tuple(found.shape)
     if shape != wanted:
         turns = [(i, j) for i in range(4) for j in range(i + 1, 4) if _swapped(wanted, i, j) == shape]
-        words = f"output has the shape {list(shape)}, and the contract says {_shape(wanted)}"
+        message = f"output has the shape {list(shape)}, and the contract says {_shape(wanted)}"
         if not turns:
-            return f"{words}."
+            return f"{message}."
         i, j = turns[0]
-        return f"{words}: {_AXES[i]} and {_AXES[j]} are swapped; return output.swapaxes({i}, {j})."
+        return f"{message}: {_AXES[i]} and {_AXES[j]} are swapped; return output.swapaxes({i}, {j})."
     if str(found.dtype) != spec.dtype:
         return f"output is {found.dtype} for a {spec.dtype} query; return it in the dtype of the query."
     return ""
@@ -46,12 +46,13 @@ def platform_fails(error: Exception, spec: AttentionSpec) -> bool:
     query, key = (jnp.zeros(shape, spec.dtype) for shape in ((B, T, N, spec.head_dim), (B, S, K, spec.head_dim)))
     try:
         jax.jit(jax.grad(lambda x: jax.nn.dot_product_attention(x, key, key).sum()))(query).block_until_ready()
-    except Exception as own:  # noqa: BLE001 (whatever it raises is compared)
-        return _words(own) in (_words(error), " ".join(str(error).split()))  # the second: of a function in its process
+    except Exception as expected:  # noqa: BLE001 (whatever it raises is compared)
+        # The second: of a function in its process.
+        return _message(expected) in (_message(error), " ".join(str(error).split()))
     return False
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -81,8 +81,8 @@ def _shard_mapped_decode(attend: Attend, query: jax.Array, *cache: jax.Array) ->
 
 
 def _with_lengths(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Any:
-    own = {"needs_grad": False} if isinstance(attend, functools.partial) and "backend" in attend.keywords else {}
-    return attend(query, key, value, is_causal=False, key_value_seq_lengths=lengths, **own)
+    options = {"needs_grad": False} if isinstance(attend, functools.partial) and "backend" in attend.keywords else {}
+    return attend(query, key, value, is_causal=False, key_value_seq_lengths=lengths, **options)
 
 
 def _on_mesh(kind: AxisType, spec: PartitionSpec, attend: Attend, *arrays: jax.Array) -> Any:

@@ -28,7 +28,7 @@ from .schedules import ScheduleFlags
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateRequest:
-    """What to calibrate, checked by :func:`run`; ``words`` are the schedule's."""
+    """What to calibrate, checked by :func:`run`, and the flags of the schedule."""
 
     model: str
     text: TextFile | None
@@ -37,7 +37,7 @@ class CalibrateRequest:
     prompts: int
     length: int
     settings: dict[str, Any]
-    words: ScheduleFlags
+    schedule_flags: ScheduleFlags
 
 
 def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
@@ -54,30 +54,30 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
     try:
         Settings(**request.settings)
         progress("opening the model")
-        words = request.words
+        flags = request.schedule_flags
         if is_reference(request.model):
             return _of_function(request, progress)
         with checkpoint_of(request.model) as directory:
             model = open_checkpoint(directory)
             # Before the text is read, so that a wrong flag shows before hours of calibration.
-            words.check(model.config.num_layers, model.config.kv_heads)
+            flags.check(model.config.num_layers, model.config.kv_heads)
             name, prompts = prompts_of(request, model.config)
-            told = {"name": name, "length": request.length}
-            calibration = calibrate(model, prompts, request.settings, text=told, progress=progress)
+            text = {"name": name, "length": request.length}
+            calibration = calibrate(model, prompts, request.settings, text=text, progress=progress)
         with files.writing(request.out):
             path = calibration.save(request.out)
-        if words.schedule == LOSS_RULE:
-            number = words.number_of_anchors(calibration.num_layers)
+        if flags.schedule == LOSS_RULE:
+            number = flags.number_of_anchors(calibration.num_layers)
             return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
-        return path, calibration, words.made(calibration)
+        return path, calibration, flags.made(calibration)
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
 def _of_function(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
     """The same for a function of bytes that gives queries and keys of each layer."""
-    words = request.words
-    if words.schedule == LOSS_RULE:
+    flags = request.schedule_flags
+    if flags.schedule == LOSS_RULE:
         raise InputError(
             f"--schedule {LOSS_RULE} needs a model that can be run; give a checkpoint, or another schedule."
         )
@@ -86,13 +86,13 @@ def _of_function(request: CalibrateRequest, progress: Callable[[str], None]) -> 
     if not callable(layers_of):
         raise InputError(f"{name} in {path} is no function of a prompt that returns queries and keys of each layer.")
     source, prompts = prompts_of(request, None)
-    told = {"name": source, "length": request.length}
-    given = cast("QueriesAndKeys", layers_of)
-    calibration = calibrate(given, prompts, request.settings, text=told, progress=progress)
-    words.check(calibration.num_layers, calibration.kv_heads)
+    text = {"name": source, "length": request.length}
+    queries_and_keys = cast("QueriesAndKeys", layers_of)
+    calibration = calibrate(queries_and_keys, prompts, request.settings, text=text, progress=progress)
+    flags.check(calibration.num_layers, calibration.kv_heads)
     with files.writing(request.out):
         saved = calibration.save(request.out)
-    return saved, calibration, words.made(calibration)
+    return saved, calibration, flags.made(calibration)
 
 
 def prompts_of(request: CalibrateRequest, config: ModelConfig | None) -> tuple[str, np.ndarray]:

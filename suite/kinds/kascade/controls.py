@@ -2,8 +2,8 @@
 
 The rows are not registered. Kascade's own rows run the real backend with the schedule or the selection that the row is
 about. The other rows choose units by another score, with the same candidates and the same budget, and attend under an
-explicit mask. Every layer but the dense first one also notes the share of its true attention that it kept. Quadratic:
-for short input.
+explicit mask. Every layer but the dense first one also notes the share of its true attention that it retained.
+Quadratic: for short input.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from attnsuite.backends.features import Mode
 from attnsuite.backends.kascade import (
     KASCADE,
     LayerRole,
-    Places,
     Schedule,
     Selection,
     Settings,
+    TileLayout,
     Tiling,
     manual,
     reference,
 )
-from attnsuite.backends.kascade.selection import candidates, choose, with_own
+from attnsuite.backends.kascade.selection import candidates, choose, with_local
 from attnsuite.backends.standard import STANDARD
 
 from .shared import SCORES
 
-_OWN = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", "other_model", *SCORES})
+_WITHOUT_KASCADE = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", "other_model", *SCORES})
 # The settings of Kascade that a row changes; some rows change the schedule too.
 _CHANGES: dict[str, dict[str, Any]] = {
     "kascade_all_heads": {"ablation": "all_heads"},
@@ -48,8 +48,8 @@ Attend = Callable[[Array, Array, Array, int, Carry], tuple[Array, Carry, Bool[Ar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
-    """The share of attention and of pairs that one layer kept.
+class Retained:
+    """The share of attention and of pairs that one layer retained.
 
     ``mass [batch, kv_heads, query_tiles]`` is the share of dense attention, from the same queries and keys, on pairs
     that were computed; it is the mean over the rows and heads of a tile. ``pairs`` and ``causal`` count the pairs that
@@ -61,14 +61,14 @@ class Kept:
     causal: Float[Array, ""]
 
 
-jax.tree_util.register_dataclass(Kept)
+jax.tree_util.register_dataclass(Retained)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """A row as a backend. Its plan adds to ``kept`` one entry per layer that selects or reuses.
+    """A row as a backend. Its plan adds to ``retained`` one entry per layer that selects or reuses.
 
-    ``kept`` is filled while JAX traces: return it from the function that is being traced; None: nothing is noted.
+    ``retained`` is filled while JAX traces: return it from the function that is being traced; None: nothing is noted.
     ``schedule`` is Kascade's. ``others`` has the queries and keys of each layer of the model that selects in the row
     ``other_model``.
     """
@@ -76,7 +76,7 @@ class Watched:
     method: str
     settings: Settings
     schedule: Schedule
-    kept: list[Kept] | None = dataclasses.field(default_factory=list)
+    retained: list[Retained] | None = dataclasses.field(default_factory=list)
     others: Sequence[tuple[Array, Array]] = ()
     exact: bool = False
 
@@ -101,9 +101,9 @@ class Watched:
 
         def run(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry]:
             out, carry, mask = attend(query, key, value, layer, carry)
-            if layer and self.kept is not None:
+            if layer and self.retained is not None:
                 tiling = Tiling.of(spec, self.settings)
-                self.kept.append(_kept(spec, layout, tiling, query, key, mask))
+                self.retained.append(_retained(spec, layout, tiling, query, key, mask))
             return out, carry
 
         return Plan(run)
@@ -146,7 +146,7 @@ def refusals(method: str, settings: Settings, spec: AttentionSpec, target: Targe
 
 def runs_kascade(method: str) -> bool:
     """Whether a row runs the real backend; the other rows choose and attend on their own."""
-    return method not in _OWN
+    return method not in _WITHOUT_KASCADE
 
 
 def _row_schedule(method: str, schedule: Schedule, spec: AttentionSpec) -> Schedule:
@@ -214,7 +214,7 @@ def _shared(
 ) -> Attend:
     """Rows whose heads share a selection: the schedule's anchors are dense and select, the other layers reuse it."""
     dense = plan(STANDARD, spec, layout, target=target)
-    candidate = candidates(tiling, Places.of(spec, layout, tiling).of_all(spec.batch))
+    candidate = candidates(tiling, TileLayout.of(spec, layout, tiling).of_all(spec.batch))
 
     def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
         if schedule.layers[layer].role == "reuse":
@@ -252,14 +252,14 @@ def _chosen(
     """Rows whose layers choose for themselves: layer 0 is dense, the others attend under the mask of their choice."""
     causal = _causal(spec, layout)
     dense = plan(STANDARD, spec, layout, target=target)
-    places = Places.of(spec, layout, tiling)
-    candidate = candidates(tiling, places.of_all(spec.batch))
+    tile_layout = TileLayout.of(spec, layout, tiling)
+    candidate = candidates(tiling, tile_layout.of_all(spec.batch))
 
     def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
         if layer == 0:
             return *dense.run(query, key, value), causal
         if method == "oracle_query":
-            mask = _oracle_mask(spec, layout, tiling, places, candidate, query, key)
+            mask = _oracle_mask(spec, layout, tiling, tile_layout, candidate, query, key)
         else:
             if method == "other_model":
                 score = reference.pooled_mass(spec, layout, tiling, *others[layer])
@@ -312,12 +312,12 @@ def _oracle_mask(
     spec: AttentionSpec,
     layout: Layout,
     tiling: Tiling,
-    places: Places,
+    tile_layout: TileLayout,
     candidate: Bool[Array, "batch query_tiles units"],
     query: Array,
     key: Array,
 ) -> Bool[Array, "batch heads q_len kv_len"]:
-    """Each row of each query head sees its own best units, as many as its query tile may have, and its own region."""
+    """Each row of each query head sees its own best units, as many as its query tile may have, and its local region."""
     probs = _probabilities(spec, layout, query, key)
     b, n, t, s = probs.shape
     mass = jnp.pad(probs, ((0, 0),) * 3 + ((0, tiling.units * tiling.unit - s),))
@@ -329,8 +329,8 @@ def _oracle_mask(
     none = Selection(
         jnp.zeros((b, 1, tiling.query_tiles, 0), jnp.int32), jnp.zeros((b, 1, tiling.query_tiles), jnp.int32)
     )
-    own = (with_own(tiling, places, none)[..., None] == units.reshape(1, 1, 1, 1, -1)).any(-2)
-    chosen = chosen | jnp.repeat(own, tiling.query_tile, 2)[:, :, :t]
+    local = (with_local(tiling, tile_layout, none)[..., None] == units.reshape(1, 1, 1, 1, -1)).any(-2)
+    chosen = chosen | jnp.repeat(local, tiling.query_tile, 2)[:, :, :t]
     chosen = jnp.repeat(chosen, tiling.unit, 3)[..., :s]
     causal = _causal(spec, layout)
     return chosen if causal is None else chosen & causal
@@ -349,7 +349,7 @@ def _probabilities(
     return jax.nn.softmax(logits if mask is None else jnp.where(mask, logits, -jnp.inf), axis=-1)
 
 
-def _kept(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key: Array, mask: Array) -> Kept:
+def _retained(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key: Array, mask: Array) -> Retained:
     probs = _probabilities(spec, layout, query, key)
     mask = jnp.broadcast_to(mask, probs.shape)
     rows = (probs * mask).sum(-1)
@@ -359,7 +359,7 @@ def _kept(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key
     counts = jnp.minimum(t - jnp.arange(tiling.query_tiles) * tiling.query_tile, tiling.query_tile)
     mass = padded.reshape(b, spec.num_kv_heads, tiling.query_tiles, tiling.query_tile).sum(-1) / counts
     causal = jnp.broadcast_to(_causal(spec, layout), probs.shape)
-    return Kept(mass, mask.sum(dtype=jnp.float32), causal.sum(dtype=jnp.float32))
+    return Retained(mass, mask.sum(dtype=jnp.float32), causal.sum(dtype=jnp.float32))
 
 
 def _causal(spec: AttentionSpec, layout: Layout) -> Bool[Array, "#b #n t s"]:

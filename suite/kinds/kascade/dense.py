@@ -29,7 +29,7 @@ from ...measure.text import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
 from ..quality import read_text
-from .controls import Kept, Watched
+from .controls import Retained, Watched
 from .methods import settings_of
 from .schedules import ScheduleFlags
 from .selection import SelectionCase, anchor_layers
@@ -119,9 +119,9 @@ def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, 
     """The case's own schedule, and the greedy one, from the case's calibration or the one beside ``path``."""
     calibration = load(case.calibration or _calibration_path(path), model)
     limits: dict[str, Any] = {"threshold": case.threshold, "max_reuse_dist": case.max_reuse_dist}
-    words = ScheduleFlags(schedule=case.schedule, anchors=",".join(map(str, anchor_layers(case))), **limits)
+    flags = ScheduleFlags(schedule=case.schedule, anchors=",".join(map(str, anchor_layers(case))), **limits)
     rule = case.schedule if case.schedule in GREEDY_RULES else "greedy"
-    return {"own": words.made(calibration), "greedy": greedy(calibration, **limits, rule=rule)}
+    return {"case": flags.made(calibration), "greedy": greedy(calibration, **limits, rule=rule)}
 
 
 def _check_calibration(case: SelectionCase) -> None:
@@ -157,7 +157,7 @@ def fine_tuned(case: SelectionCase, model: Transformer, method: str, schedule: S
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), model.arrays())
 
     def train(trained: Any, state: Any, batch: Batch, base: Any) -> Any:
-        watched = None if schedule is None else row(case, config, method, schedule, batch.tokens[0], kept=None)
+        watched = None if schedule is None else row(case, config, method, schedule, batch.tokens[0], retained=None)
         return training_step(config, resolutions(method, spec, watched), update)(trained, state, batch, base)
 
     state, step = update.init(params), compiled_step(train)
@@ -170,11 +170,16 @@ def fine_tuned(case: SelectionCase, model: Transformer, method: str, schedule: S
 
 
 def row(
-    case: SelectionCase, config: ModelConfig, method: str, schedule: Schedule, tokens: Any, kept: list[Kept] | None
+    case: SelectionCase,
+    config: ModelConfig,
+    method: str,
+    schedule: Schedule,
+    tokens: Any,
+    retained: list[Retained] | None,
 ) -> Watched:
     """The row ``method`` as the backend of the case's model on ``tokens [batch, length]``."""
     others = _other_model(case, config, tokens) if method == "other_model" else ()
-    return Watched(method, settings_of(case), schedule, kept, others)
+    return Watched(method, settings_of(case), schedule, retained, others)
 
 
 def resolutions(method: str, spec: AttentionSpec, watched: Watched | None) -> Resolutions:

@@ -93,7 +93,7 @@ def rows_of(kind: str) -> tuple[str, ...]:
 def settings_of(case: Any, **others: Any) -> Settings:
     """The settings of a selection or stack case, without a schedule; ``others`` replace some. Raises InputError.
 
-    Query tiles are as long as key tiles even where single keys are selected, so that all rows share one own region.
+    Query tiles are as long as key tiles even where single keys are selected, so that all rows share one local region.
     """
     names = ("top_k", "min_keys", "tile_size", "granularity")
     fields: dict[str, Any] = {name: getattr(case, name) for name in names if hasattr(case, name)}

@@ -27,7 +27,7 @@ from ...cell import Outcome
 from ...errors import CellFailure
 from ...measure.text import bits
 from . import controls, dense
-from .controls import Kept
+from .controls import Retained
 from .methods import settings_of
 from .selection import SelectionCase
 
@@ -40,7 +40,7 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     theirs = dense.read_dense(reference)
     first = case.sequence - _decoded(case) if case.phase == "decode" else 0
     found = dense.schedules(case, model, reference)
-    schedule = found["greedy" if method == "kascade_greedy" else "own"]
+    schedule = found["greedy" if method == "kascade_greedy" else "case"]
     if case.training_steps:
         model = dense.fine_tuned(case, model, method, schedule)
     run = _program(case, model, method, schedule)
@@ -49,7 +49,7 @@ def measure(case: SelectionCase, method: str, reference: Path, text: TextFile | 
     if not np.isfinite(ours).all():
         raise CellFailure("wrong", f"{method} gives logits that are not finite.")
     figures, series = _losses(case, questions, ours, theirs[:, first:], first)
-    figures |= _kept_figures([kept for _, kept in parts])
+    figures |= _retained_figures([retained for _, retained in parts])
     if method.startswith("kascade"):
         figures["anchors"] = float(len(schedule.anchors))
         figures["reuse_layers"] = sum(layer.role == "reuse" for layer in schedule.layers) / len(schedule.layers)
@@ -108,41 +108,41 @@ def _role(role: LayerRole) -> str:
 
 def _program(
     case: SelectionCase, model: Transformer, method: str, schedule: Schedule
-) -> Callable[[Any], tuple[jax.Array, list[Kept]]]:
-    """Maps tokens to the logits of the phase, and to what each layer kept (in decoding: stacked over the steps)."""
+) -> Callable[[Any], tuple[jax.Array, list[Retained]]]:
+    """Maps tokens to the logits of the phase, and to what each layer retained (in decoding: stacked over the steps)."""
     config, params = model.config, model.arrays()
     spec = _spec(case, config)
 
-    def resolutions(kept: list[Kept], tokens: jax.Array) -> Resolutions:
-        return dense.resolutions(method, spec, dense.row(case, config, method, schedule, tokens, kept))
+    def resolutions(retained: list[Retained], tokens: jax.Array) -> Resolutions:
+        return dense.resolutions(method, spec, dense.row(case, config, method, schedule, tokens, retained))
 
     @jax.jit
-    def prefill(params: Any, tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
-        kept: list[Kept] = []
-        return forward(config, params, tokens, resolutions=resolutions(kept, tokens)), kept
+    def prefill(params: Any, tokens: jax.Array) -> tuple[jax.Array, list[Retained]]:
+        retained: list[Retained] = []
+        return forward(config, params, tokens, resolutions=resolutions(retained, tokens)), retained
 
     decoded = _decoded(case)
     start = case.sequence - decoded
 
     @jax.jit
-    def decode(params: Any, tokens: jax.Array, keys: Any, values: Any) -> tuple[jax.Array, list[Kept]]:
+    def decode(params: Any, tokens: jax.Array, keys: Any, values: Any) -> tuple[jax.Array, list[Retained]]:
         def step(state: Any, token: jax.Array) -> tuple[Any, Any]:
             keys, values, at = state
-            kept: list[Kept] = []
-            found = resolutions(kept, token[:, None])
+            retained: list[Retained] = []
+            found = resolutions(retained, token[:, None])
             logits, keys, values = forward_cached(
                 config, params, token[:, None], keys, values, at, at + 1, resolutions=found, last_only=True
             )
-            return (keys, values, at + 1), (logits, kept)
+            return (keys, values, at + 1), (logits, retained)
 
         first = jnp.full((dense.AT_ONCE,), start, jnp.int32)
-        _, (logits, kept) = jax.lax.scan(step, (keys, values, first), tokens.T)
-        return logits.swapaxes(0, 1), kept
+        _, (logits, retained) = jax.lax.scan(step, (keys, values, first), tokens.T)
+        return logits.swapaxes(0, 1), retained
 
     if case.phase == "prefill":
         return lambda tokens: prefill(params, tokens)
 
-    def run(tokens: jax.Array) -> tuple[jax.Array, list[Kept]]:
+    def run(tokens: jax.Array) -> tuple[jax.Array, list[Retained]]:
         cache = model.new_cache(dense.AT_ONCE, case.sequence)
         call: dict[str, Any] = {"backend": "standard"}
         if method == "kascade_both_phases":
@@ -154,14 +154,14 @@ def _program(
     return run
 
 
-def _kept_figures(parts: list[list[Kept]]) -> dict[str, float]:
+def _retained_figures(parts: list[list[Retained]]) -> dict[str, float]:
     """Measured: share of the causal pairs that the layers but the dense first computed, and of attention mass."""
-    layers = [kept for part in parts for kept in part]
+    layers = [retained for part in parts for retained in part]
     if not layers:
         return {"kept_pairs": 1.0, "mass_mean": 1.0, "mass_min": 1.0}
-    pairs = sum(float(np.asarray(kept.pairs, np.float64).sum()) for kept in layers)
-    causal = sum(float(np.asarray(kept.causal, np.float64).sum()) for kept in layers)
-    mass = np.concatenate([np.asarray(kept.mass).ravel() for kept in layers])
+    pairs = sum(float(np.asarray(retained.pairs, np.float64).sum()) for retained in layers)
+    causal = sum(float(np.asarray(retained.causal, np.float64).sum()) for retained in layers)
+    mass = np.concatenate([np.asarray(retained.mass).ravel() for retained in layers])
     return {"kept_pairs": pairs / causal, "mass_mean": float(mass.mean()), "mass_min": float(mass.min())}
 
 

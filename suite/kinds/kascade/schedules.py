@@ -82,7 +82,7 @@ class ScheduleFlags:
         return manual(self._numbers(), num_layers=num_layers, kv_heads=kv_heads)
 
     def _numbers(self) -> tuple[int, ...]:
-        words = parts_of(self.anchors)
-        if not all(map(is_whole, words)):
+        parts = parts_of(self.anchors)
+        if not all(map(is_whole, parts)):
             raise InputError(f"--anchors {self.anchors!r} must be a number of layers, or layers separated by commas.")
-        return tuple(map(int, words))
+        return tuple(map(int, parts))

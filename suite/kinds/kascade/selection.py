@@ -34,7 +34,7 @@ class SelectionCase:
 
     ``kascade_text`` runs a byte-level model on held-out text, ``kascade_retrieval`` the constructed checkpoint with
     needles at every distance, ``kascade_gate`` the same with controls that have to fail. In all rows layer 0 is dense;
-    every other layer attends to the own region and to the share ``top_k`` of the earlier keys (in ``omnikv`` and
+    every other layer attends to the local region and to the share ``top_k`` of the earlier keys (in ``omnikv`` and
     ``lessismore`` the layers that reuse; those that select are dense). ``phase`` is "prefill"
     (the whole sequence) or "decode" (the last tokens, one by one, behind a densely filled cache). ``anchors`` is a
     number of layers for ``schedule`` "dp" and a list ("0,2") for "manual"; the greedy rules use
@@ -81,22 +81,22 @@ class SelectionCase:
 
 def anchor_layers(case: SelectionCase) -> tuple[int, ...]:
     """The numbers in ``anchors``: one for "dp" (default 2), the layers for "manual". Raises InputError."""
-    words = parts_of(case.anchors)
-    if case.schedule in GREEDY_RULES and words:
+    numbers = parts_of(case.anchors)
+    if case.schedule in GREEDY_RULES and numbers:
         raise InputError(
             f"case {case.name}: anchors = {case.anchors!r} has no place in a greedy schedule; leave it out."
         )
-    if case.schedule == "dp" and not words:
-        words = ["2"]
-    whole = all(map(is_whole, words))
-    if not whole or (case.schedule == "dp" and (len(words) != 1 or int(words[0]) < 1)):
+    if case.schedule == "dp" and not numbers:
+        numbers = ["2"]
+    whole = all(map(is_whole, numbers))
+    if not whole or (case.schedule == "dp" and (len(numbers) != 1 or int(numbers[0]) < 1)):
         raise InputError(
             f"case {case.name}: anchors = {case.anchors!r} must be one number of layers for schedule dp, "
             "and layers separated by commas for schedule manual."
         )
-    if case.schedule == "manual" and not words:
+    if case.schedule == "manual" and not numbers:
         raise InputError(f"case {case.name}: schedule manual needs anchors, such as 0,2.")
-    return tuple(map(int, words))
+    return tuple(map(int, numbers))
 
 
 class Selections(Kind):

@@ -2,7 +2,7 @@
 
 In both methods a few layers attend to everything and select; the layers until the next of them attend to that
 selection. The functions here give the score of each unit from dense attention probabilities. The same number of units
-is then chosen as in every other row, and the own region is attended to besides. The page on Kascade has the formulas,
+is then chosen as in every other row, and the local region is attended to besides. The page on Kascade has the formulas,
 and says what differs from the authors' code.
 """
 

@@ -104,10 +104,13 @@ def figures(case: StackCase, method: str) -> dict[str, float]:
     spec, chosen = stack_spec(case), settings(case, method)
     if method == "dense" or plan_notes(case, method):
         return {"kept_pairs": 1.0, "flops": 1.0}
-    kept = kept_fraction(spec, chosen, len(chosen.schedule.layers) if chosen.schedule else 1)
+    fractions = kept_fraction(spec, chosen, len(chosen.schedule.layers) if chosen.schedule else 1)
     if method in PARTS:
-        return {"kept_pairs": kept.reuse, "flops": kept.reuse if method == "reuse_layer" else kept.anchor}
-    return {"kept_pairs": kept.pairs, "flops": kept.flops}
+        return {
+            "kept_pairs": fractions.reuse,
+            "flops": fractions.reuse if method == "reuse_layer" else fractions.anchor,
+        }
+    return {"kept_pairs": fractions.pairs, "flops": fractions.flops}
 
 
 def judge(case: StackCase, method: str, devices: int, mode: Mode = "native") -> dict[str, TensorError]:

@@ -40,14 +40,14 @@ def test_batch_invariance_holds_entirely_with_the_option():
     found = asked("batch_invariant", batch_invariant=True)
     assert found.answer == "yes", found
     assert {"step-by-step decode", "prefill in chunks", "a training step in a batch (float32, bfloat16)."} <= {
-        *found.said.split("; ")
+        *found.message.split("; ")
     }
 
 
 def test_default_decodes_in_another_order_than_it_prefills():
     found = asked("batch_invariant")
     assert found.answer == "no"
-    assert found.said.startswith("step-by-step decode (1 tokens, float32): output: ")
+    assert found.message.startswith("step-by-step decode (1 tokens, float32): output: ")
 
 
 MINE = """
@@ -70,4 +70,4 @@ def test_the_number_of_cores_changes_no_bit_with_the_option(tmp_path):
     subject = verdicts.Subject(registry.get(row), Target.here(), seed=7)
     found = verdicts.ask("deterministic", subject, in_subprocess(row, subject, functools.partial(subprocess, row)))
     assert found.answer == "yes", found
-    assert "one processor core" in found.said
+    assert "one processor core" in found.message

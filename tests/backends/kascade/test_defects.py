@@ -22,7 +22,7 @@ from attnsuite.backends.kascade import (
     reference,
     xla,
 )
-from attnsuite.backends.kascade.selection import with_own
+from attnsuite.backends.kascade.selection import with_local
 from sparse_problems import PROBLEMS, SETTINGS, Sparse, sparse
 
 OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
@@ -45,7 +45,7 @@ _attend = jax.jit(xla.attend, static_argnums=(0, 1))
 
 
 def ours(problem: Sparse, selection: Selection):
-    return _attend(problem.spec, problem.tiling, problem.places, *problem.inputs, selection)
+    return _attend(problem.spec, problem.tiling, problem.tile_layout, *problem.inputs, selection)
 
 
 def under_mask(problem: Sparse, mask, query=None, value=None):
@@ -173,14 +173,14 @@ def test_1_a_selection_by_the_last_tile_changes_earlier_ones():
 
 
 def check_distinct(problem, selection):
-    """Nothing is visited twice, nothing that was selected is lost, the own region is there."""
-    listed = np.asarray(with_own(problem.tiling, problem.places, selection))
+    """Nothing is visited twice, nothing that was selected is lost, the local region is there."""
+    listed = np.asarray(with_local(problem.tiling, problem.tile_layout, selection))
     for place in np.ndindex(listed.shape[:3]):
         visited = listed[place][listed[place] >= 0].tolist()
         chosen = np.asarray(selection.selected)[place]
         assert len(set(visited)) == len(visited)
         assert visited == sorted(visited)
-        own = int(np.asarray(problem.places.first_own)[0, place[2]])
+        own = int(np.asarray(problem.tile_layout.first_local)[0, place[2]])
         assert set(visited) == {*chosen[chosen >= 0].tolist(), own}
         assert (chosen >= 0).sum() == np.asarray(selection.count)[place]
 

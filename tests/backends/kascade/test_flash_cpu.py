@@ -78,7 +78,7 @@ def test_reuse_layer_attends_to_the_selection_that_it_is_given(name):
 @pytest.mark.parametrize("name", ["bfloat16", "tokens behind a cache", "decode, tiles of 100"])
 def test_dense_layer_selects_in_the_pass_that_attends_to_all(name):
     problem = ALL[name]()
-    assert _kernels(problem).dense(problem.places, *problem.inputs) is not None
+    assert _kernels(problem).dense(problem.tile_layout, *problem.inputs) is not None
     schedule = manual((0, 1), num_layers=2, kv_heads=problem.spec.num_kv_heads)
     assert schedule.layers[0].role == "dense"
     out, selection = problem.layer(0, kernel="flash_cpu", schedule=schedule)
@@ -117,7 +117,7 @@ def test_row_that_may_not_see_what_is_not_finite_is_as_with_zeros_there(name):
         assert spoilt.sum() == 1
         return
     group, width = problem.spec.group_size, problem.tiling.query_tile
-    assert spoilt[0, at : at // width * width + width, :group].all()  # the own region is always attended to
+    assert spoilt[0, at : at // width * width + width, :group].all()  # the local region is always attended to
     spoilt[0, at:, :group] = False
     assert not spoilt.any()
 
@@ -127,7 +127,7 @@ def test_mass_of_a_step_leaves_out_what_is_not_finite(name):
     problem = MORE["decode"]()
     spoilt = {"query": problem.query, "key": problem.key}
     spoilt[name] = spoilt[name].at[:, 7 if name == "key" else 0, 0, 3].set(jnp.nan)
-    mass = _kernels(problem).pooled_mass(problem.places, **spoilt)
+    mass = _kernels(problem).pooled_mass(problem.tile_layout, **spoilt)
     assert np.isfinite(mass).all()
     group = problem.spec.group_size
     np.testing.assert_allclose(mass.sum(-1)[:, 0, 0], group - 1 if name == "query" else group, rtol=1e-5)
@@ -235,6 +235,6 @@ def _options(problem):
 
 def _mass_error(problem):
     """Largest error of the mass, of the largest one."""
-    mass = _kernels(problem).pooled_mass(problem.places, problem.query, problem.key)
+    mass = _kernels(problem).pooled_mass(problem.tile_layout, problem.query, problem.key)
     right = reference.pooled_mass(problem.spec, problem.layout, problem.tiling, problem.query, problem.key)
     return float(jnp.abs(mass - right).max() / right.max())

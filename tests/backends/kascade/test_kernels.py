@@ -14,10 +14,10 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, oracle
 from attnsuite.backends.contract import may_attend
-from attnsuite.backends.kascade import Places, Settings, Tiling, block_sizes, pallas_rows, pallas_tpu, reference
+from attnsuite.backends.kascade import Settings, TileLayout, Tiling, block_sizes, pallas_rows, pallas_tpu, reference
 from attnsuite.backends.kascade.pallas_tpu import TpuKernels
 from attnsuite.backends.kascade.pallas_triton import TritonKernels
-from attnsuite.backends.kascade.selection import with_own
+from attnsuite.backends.kascade.selection import with_local
 from attnsuite.backends.kascade.settings import KascadeBlockSizes
 from attnsuite.backends.standard import STANDARD
 from landing import swept
@@ -91,7 +91,7 @@ def problem(name: str) -> KernelProblem:
     visible = np.broadcast_to(may_attend(spec, given.layout), mask.shape)[:, 0]
     return KernelProblem(
         given,
-        with_own(given.tiling, given.places, selection),
+        with_local(given.tiling, given.tile_layout, selection),
         visible,
         np.asarray(mask),
         oracle.forward(bare, Layout(mask=mask), *given.inputs),
@@ -123,7 +123,7 @@ def made(kernels, given: KernelProblem):
 @functools.cache
 def attending(kernels, given: KernelProblem):
     """A kernel compiled once for all tests; ``attending.__wrapped__`` traces it anew."""
-    return jax.jit(functools.partial(made(kernels, given).attend, given.sparse.places))
+    return jax.jit(functools.partial(made(kernels, given).attend, given.sparse.tile_layout))
 
 
 def attend(kernels, given: KernelProblem, listed=None, inputs=None, *, changed=False):
@@ -133,7 +133,9 @@ def attend(kernels, given: KernelProblem, listed=None, inputs=None, *, changed=F
 
 
 def pooled_mass(kernels, given: KernelProblem):
-    return jax.jit(functools.partial(made(kernels, given).pooled_mass))(given.sparse.places, *given.sparse.inputs[:2])
+    return jax.jit(functools.partial(made(kernels, given).pooled_mass))(
+        given.sparse.tile_layout, *given.sparse.inputs[:2]
+    )
 
 
 def verdict(given: KernelProblem, output) -> oracle.Verdict:
@@ -250,14 +252,14 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
         needs_grad=False,
     )  # fmt: skip
     tiling = Tiling.of(spec, Settings())
-    places = Places.of(spec, Layout(), tiling)
+    tile_layout = TileLayout.of(spec, Layout(), tiling)
     query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
     listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
 
     own = kernels(spec, tiling, Settings())
 
     def both_layers(query, key, value, listed):
-        return own.pooled_mass(places, query, key), own.attend(places, query, key, value, listed)
+        return own.pooled_mass(tile_layout, query, key), own.attend(tile_layout, query, key, value, listed)
 
     largest, primitives = _arrays(jax.make_jaxpr(both_layers)(query, key, key, listed).jaxpr)
     assert largest <= 2 * 8192 * 128
@@ -270,14 +272,13 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
 def test_gradient_takes_memory_that_is_linear_in_the_length(kernels):
     spec = dataclasses.replace(large(num_heads=2, num_kv_heads=1, head_dim=64), needs_grad=True, dtype="float32")
     tiling = Tiling.of(spec, Settings())
-    places, own = Places.of(spec, Layout(), tiling), kernels(spec, tiling, Settings())
+    tile_layout, own = TileLayout.of(spec, Layout(), tiling), kernels(spec, tiling, Settings())
     query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
     listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
 
     def gradient(query, key, value, listed, d_out):
-        return own.gradients(
-            places, query, key, value, listed, own.keeping(places, query, key, value, listed)[1], d_out
-        )
+        operands = tile_layout, query, key, value, listed
+        return own.gradients(*operands, own.attend_with_residuals(*operands)[1], d_out)
 
     assert _arrays(jax.make_jaxpr(gradient)(query, key, key, listed, query).jaxpr)[0] <= 2 * 8192 * 128
 

@@ -28,7 +28,7 @@ PROGRAM = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from attnsuite.backends import AttentionSpec, Layout, Target
-from attnsuite.backends.kascade import Settings, Tiling, Places
+from attnsuite.backends.kascade import Settings, Tiling, TileLayout
 from attnsuite.backends.kascade.backend import kernels_of
 from attnsuite.backends.kascade import block_sizes
 from attnsuite.suite.compile import topologies
@@ -64,17 +64,17 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
     made = kernels_of("pallas", target)(spec, tiling, settings)
 
     def mass(layout, query, key):
-        return made.pooled_mass(Places.of(spec, layout, tiling), query, key)
+        return made.pooled_mass(TileLayout.of(spec, layout, tiling), query, key)
 
     def attend(layout, query, key, value, listed):
-        return made.attend(Places.of(spec, layout, tiling), query, key, value, listed)
+        return made.attend(TileLayout.of(spec, layout, tiling), query, key, value, listed)
 
     def gradient(layout, query, key, value, listed, d_out):
-        operands = Places.of(spec, layout, tiling), query, key, value, listed
-        return made.gradients(*operands, made.keeping(*operands)[1], d_out)
+        operands = TileLayout.of(spec, layout, tiling), query, key, value, listed
+        return made.gradients(*operands, made.attend_with_residuals(*operands)[1], d_out)
 
     query, key = shape(spec.query_length, 8), shape(length, 2)
-    listed = integers(1, 2, tiling.query_tiles, tiling.slots + tiling.own_units)
+    listed = integers(1, 2, tiling.query_tiles, tiling.slots + tiling.local_units)
     program = {
         "mass": AbstractProgram(mass, (layout, query, key)),
         "attend": AbstractProgram(attend, (layout, query, key, key, listed)),

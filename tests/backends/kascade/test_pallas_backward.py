@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends.kascade.pallas_rows import PallasKernels, Queries, Visits
 from attnsuite.backends.kascade.pallas_tpu import TpuKernels
 from attnsuite.backends.kascade.pallas_triton import TritonKernels
-from attnsuite.backends.kascade.selection import with_own
+from attnsuite.backends.kascade.selection import with_local
 from attnsuite.testing.checks import check_accuracy
 from landing import swept
 from sparse_problems import FIRST, PROBLEMS, cached, cotangent, settings, solved, sparse
@@ -50,14 +50,15 @@ def made(kernels, problem):
 @functools.cache
 def forward(kernels, problem):
     """The list, and what the forward pass gives and keeps for it."""
-    listed = with_own(problem.tiling, problem.places, problem.selection())
-    return listed, *jax.jit(functools.partial(made(kernels, problem).keeping, problem.places))(*problem.inputs, listed)
+    listed = with_local(problem.tiling, problem.tile_layout, problem.selection())
+    attend = functools.partial(made(kernels, problem).attend_with_residuals, problem.tile_layout)
+    return listed, *jax.jit(attend)(*problem.inputs, listed)
 
 
 @functools.cache
 def backward(kernels, problem):
     """The backward pass, compiled once; ``backward.__wrapped__`` traces it anew."""
-    return jax.jit(lambda *x: made(kernels, problem).gradients(problem.places, *x))
+    return jax.jit(lambda *x: made(kernels, problem).gradients(problem.tile_layout, *x))
 
 
 def judge(kernels, problem, wrong=lambda listed: listed, pass_back=backward):

@@ -27,10 +27,10 @@ from attnsuite.backends.features import BASIC_FEATURES
 from attnsuite.backends.kascade import (
     KASCADE,
     OPTIONS,
-    Places,
     Schedule,
     Selection,
     Settings,
+    TileLayout,
     Tiling,
     manual,
     reference,
@@ -128,9 +128,9 @@ def test_selects_and_attends_as_the_reference_does(name):
 
     @jax.jit
     def ours(q, k, v):
-        selection, _ = chooser(problem.spec, problem.tiling, problem.places, q, k)
-        same, dense = chooser(problem.spec, problem.tiling, problem.places, q, k, v)
-        return selection, same, dense, xla.attend(problem.spec, problem.tiling, problem.places, q, k, v, selection)
+        selection, _ = chooser(problem.spec, problem.tiling, problem.tile_layout, q, k)
+        same, dense = chooser(problem.spec, problem.tiling, problem.tile_layout, q, k, v)
+        return selection, same, dense, xla.attend(problem.spec, problem.tiling, problem.tile_layout, q, k, v, selection)
 
     selection, same, dense, out = ours(*problem.inputs)
     expected = problem.selection()
@@ -148,7 +148,7 @@ def test_selects_and_attends_as_the_reference_does(name):
 def test_all_heads_share_one_selection_of_the_summed_mass(name):
     problem = PROBLEMS[name]()
     chooser = steps.select if problem.spec.query_length == 1 else xla.select
-    ours = functools.partial(chooser, problem.spec, problem.tiling, problem.places, ablation="all_heads")
+    ours = functools.partial(chooser, problem.spec, problem.tiling, problem.tile_layout, ablation="all_heads")
     theirs = functools.partial(reference.select, problem.spec, problem.layout, problem.tiling, ablation="all_heads")
     shared, _ = jax.jit(ours)(*problem.inputs[:2])
     expected = jax.jit(theirs)(*problem.inputs[:2])
@@ -235,7 +235,7 @@ def test_any_tiles_of_any_problem(data):
     chosen_units, count = np.asarray(selection.selected), np.asarray(selection.count)
     assert ((chosen_units >= 0).sum(-1) == count).all()
     for i in range(problem.tiling.query_tiles):
-        first = int(problem.places.first_own[0, i])
+        first = int(problem.tile_layout.first_local[0, i])
         assert (chosen_units[:, :, i] < first).all()
         assert (count[:, :, i] == problem.tiling.budgets[first]).all()
     np.testing.assert_allclose(out, problem.expected(selection), atol=1e-5)
@@ -246,7 +246,7 @@ def test_keys_may_end_inside_the_first_unit_or_the_first_group_of_units(length, 
     """Shapes alone would forbid to read what is never visited. One KV head: behind it lies no other's keys."""
     monkeypatch.setattr(xla, "_KEYS_PER_SWEEP", 64)
     problem = sparse(T=length, batch=1, num_kv_heads=1)
-    selection, _ = jax.jit(functools.partial(xla.select, problem.spec, problem.tiling, problem.places))(
+    selection, _ = jax.jit(functools.partial(xla.select, problem.spec, problem.tiling, problem.tile_layout))(
         problem.query, problem.key
     )
     jax.tree.map(np.testing.assert_array_equal, selection, problem.selection())
@@ -346,12 +346,12 @@ def test_no_head_is_copied_for_a_query_tile(T, granularity):
     small = sparse(T=8, layout=layout, batch=1, head_dim=64).spec
     spec = dataclasses.replace(small, query_length=T, key_value_length=8192)
     tiling = Tiling.of(spec, problem)
-    places = Places.of(spec, layout, tiling)
+    tile_layout = TileLayout.of(spec, layout, tiling)
     query, key = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for length, heads in ((T, 4), (8192, 2)))
     lead = (1, 2, tiling.query_tiles)
     selection = Selection(jax.ShapeDtypeStruct((*lead, tiling.slots), jnp.int32), jax.ShapeDtypeStruct(lead, jnp.int32))
-    attend = jax.make_jaxpr(functools.partial(xla.attend, spec, tiling, places))(query, key, key, selection)
-    select = jax.make_jaxpr(functools.partial(xla.select, spec, tiling, places))(query, key, key)
+    attend = jax.make_jaxpr(functools.partial(xla.attend, spec, tiling, tile_layout))(query, key, key, selection)
+    select = jax.make_jaxpr(functools.partial(xla.select, spec, tiling, tile_layout))(query, key, key)
     for program in (attend, select):
         (loop,) = (x for x in program.jaxpr.eqns if x.primitive.name == "scan")
         assert 0 < _largest(loop.params["jaxpr"].jaxpr) < 8192 * 64

@@ -56,7 +56,7 @@ def _lengths(spec: AttentionSpec) -> Layout:
     return Layout(key_value_seq_lengths=lengths, query_positions=at if spec.has_positions else None)
 
 
-def _batches(subject: Subject, spec: AttentionSpec, words: str, layout: Layout) -> Iterator[Trial]:
+def _batches(subject: Subject, spec: AttentionSpec, change: str, layout: Layout) -> Iterator[Trial]:
     """The first sequence alone, then first and last in each batch."""
     inputs = subject.drawn(dataclasses.replace(spec, batch=max(BATCHES)))
     alone = subject.run(spec, tuple(x[:1] for x in inputs), _entries(layout, [0]))
@@ -69,7 +69,7 @@ def _batches(subject: Subject, spec: AttentionSpec, words: str, layout: Layout) 
             found = subject.run(wider, tuple(x[order] for x in inputs), _entries(layout, order))
             place = order.index(0)
             broken = broken or difference(alone, {name: x[place : place + 1] for name, x in found.items()})
-        yield Trial(words, f"{n} sequences", spec.dtype, broken)
+        yield Trial(change, f"{n} sequences", spec.dtype, broken)
 
 
 def _entries(layout: Layout, order: list[int]) -> Layout:
@@ -103,7 +103,7 @@ def _chunks(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
 
 
 def _pieces(
-    subject: Subject, spec: AttentionSpec, inputs: Any, whole: np.ndarray, size: int, starts: Any, words: str
+    subject: Subject, spec: AttentionSpec, inputs: Any, whole: np.ndarray, size: int, starts: Any, change: str
 ) -> Iterator[Trial]:
     piece = dataclasses.replace(spec, query_length=size)
     if not subject.takes(piece):
@@ -114,7 +114,7 @@ def _pieces(
         rows = slice(start, start + size)
         found = subject.run(piece, (query[:, rows], key, value, cotangent[:, rows]), _at(rows))
         broken = broken or _rows(whole, found, rows)
-    yield Trial(words, f"{size} tokens", spec.dtype, broken)
+    yield Trial(change, f"{size} tokens", spec.dtype, broken)
 
 
 def _at(rows: slice) -> Layout:

@@ -42,8 +42,8 @@ def _trials(found: Mapping[str, list[Arrays]], elsewhere: InSubprocess | None) -
         yield Trial(f"{RUNS} runs", step, dtype, broken)
     if elsewhere is None or not found:
         return
-    for words, threads in (("another process", None), ("one processor core", 1)):
+    for change, threads in (("another process", None), ("one processor core", 1)):
         other = elsewhere(threads)
         for label, runs in found.items():
             step, _, dtype = label.rpartition(", ")
-            yield Trial(words, step, dtype, difference(runs[0], other[label]))
+            yield Trial(change, step, dtype, difference(runs[0], other[label]))

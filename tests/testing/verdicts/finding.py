@@ -14,7 +14,7 @@ class Finding:
     """``answer``, and one sentence: what was tried, or which change broke it first and how far."""
 
     answer: Answer
-    said: str
+    message: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

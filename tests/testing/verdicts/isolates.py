@@ -46,7 +46,7 @@ class _Hidden:
 class _Way:
     """A way to hide: ``hide(spec, boundaries)`` in problems with these ``fields``; ``finite`` allows no infinity."""
 
-    words: str
+    description: str
     fields: Mapping[str, Any]
     hide: Callable[[AttentionSpec, np.ndarray], _Hidden]
     finite: bool = False
@@ -57,9 +57,9 @@ def isolates(subject: Subject) -> Finding:
     trials, blocks = list[Trial](), set[int]()
     for way in _WAYS:
         for _, spec in subject.dtypes(length=LENGTHS[0], **way.fields):
-            longer, own = _longer_than_a_block(subject, spec, way)
-            blocks.update(own)
-            boundaries = _boundaries({*(own or USUAL), spec.page_size or 1}, longer.key_value_length)
+            longer, block_sizes = _longer_than_a_block(subject, spec, way)
+            blocks.update(block_sizes)
+            boundaries = _boundaries({*(block_sizes or USUAL), spec.page_size or 1}, longer.key_value_length)
             if subject.takes(batch := _batch(longer, boundaries)):
                 trials += _filled(subject, batch, way, way.hide(batch, boundaries))
     found = concluded(
@@ -68,7 +68,7 @@ def isolates(subject: Subject) -> Finding:
     if found.answer != "yes":
         return found
     of = ", ".join(map(str, sorted(blocks))) + " keys" if blocks else "usual sizes, since it does not say its own"
-    return dataclasses.replace(found, said=f"{found.said} At the ends of blocks of {of}.")
+    return dataclasses.replace(found, message=f"{found.message} At the ends of blocks of {of}.")
 
 
 def _longer_than_a_block(subject: Subject, spec: AttentionSpec, way: _Way) -> tuple[AttentionSpec, tuple[int, ...]]:
@@ -76,7 +76,7 @@ def _longer_than_a_block(subject: Subject, spec: AttentionSpec, way: _Way) -> tu
 
     Without a size where no plan names one.
     """
-    longer, own = spec, ()
+    longer, block_sizes = spec, ()
     for length in LENGTHS:
         query_length = 1 if spec.query_length == 1 else length
         tried = dataclasses.replace(spec, query_length=query_length, key_value_length=length)
@@ -84,10 +84,10 @@ def _longer_than_a_block(subject: Subject, spec: AttentionSpec, way: _Way) -> tu
         if not subject.takes(tried):
             break
         if sizes := subject.key_blocks(tried, way.hide(tried, np.array([length // 2])).layout):
-            longer, own = tried, sizes
+            longer, block_sizes = tried, sizes
             if max(sizes) < length:
                 break
-    return longer, own
+    return longer, block_sizes
 
 
 def _batch(spec: AttentionSpec, boundaries: np.ndarray) -> AttentionSpec:
@@ -164,14 +164,14 @@ def _filled(subject: Subject, spec: AttentionSpec, way: _Way, hidden: _Hidden) -
         if (table := hidden.layout.page_table) is not None:
             rest = numbers.get(name, 0.0)
             filled = [pool(x, np.asarray(table), spec.num_pages or 0, rest) for x in filled]
-        found = _kept(subject.run(spec, (query, *filled, cotangent), hidden.layout), hidden)
+        found = _compared(subject.run(spec, (query, *filled, cotangent), hidden.layout), hidden)
         if clean is None:
             clean = found
         else:
-            yield Trial(way.words, name, spec.dtype, difference(clean, found))
+            yield Trial(way.description, name, spec.dtype, difference(clean, found))
 
 
-def _kept(found: Arrays, hidden: _Hidden) -> Arrays:
+def _compared(found: Arrays, hidden: _Hidden) -> Arrays:
     """The numbers that are compared."""
     of = {"output": hidden.rows, "dq": hidden.rows, "dk": hidden.keys, "dv": hidden.keys}
     return {name: x[chosen] for name, x in found.items() if (chosen := of[name]) is not None}

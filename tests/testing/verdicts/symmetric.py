@@ -70,7 +70,7 @@ def _relations(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
         yield from _sums(spec, plain, cotangent)
 
 
-def _shuffled_keys(subject: Subject, spec: AttentionSpec, words: str) -> Iterator[Trial]:
+def _shuffled_keys(subject: Subject, spec: AttentionSpec, change: str) -> Iterator[Trial]:
     """All rows see all keys; of a causal mask the last row alone does."""
     if spec.is_causal and spec.query_length != spec.key_value_length:
         return
@@ -83,7 +83,7 @@ def _shuffled_keys(subject: Subject, spec: AttentionSpec, words: str) -> Iterato
     one, other = (
         subject.run(spec, (query, k, v, cotangent)) for k, v in ((key, value), (key[:, order], value[:, order]))
     )
-    yield _same(words, spec, {"output": one["output"][:, rows]}, {"output": other["output"][:, rows]})
+    yield _same(change, spec, {"output": one["output"][:, rows]}, {"output": other["output"][:, rows]})
 
 
 def _doubled_by_bias(subject: Subject, spec: AttentionSpec) -> Iterator[Trial]:
@@ -106,10 +106,10 @@ def _sums(spec: AttentionSpec, plain: Arrays, cotangent: np.ndarray) -> Iterator
     dk, dv = (plain[name].astype(np.float64) for name in ("dk", "dv"))
     rows = cotangent.astype(np.float64).sum(axis=1)
     rows = rows.reshape(spec.batch, spec.num_kv_heads, spec.group_size, -1).sum(axis=2)
-    for words, total, wanted, parts in (("dv sums to the cotangents", dv, rows, dv), ("dk sums to zero", dk, 0.0, dk)):
+    for change, total, wanted, parts in (("dv sums to the cotangents", dv, rows, dv), ("dk sums to zero", dk, 0.0, dk)):
         off, allowed = np.abs(total.sum(axis=1) - wanted).max(), _room(spec) * np.abs(parts).sum(axis=1).max()
         broken = "" if off <= allowed else f"off by {off:.2g} (allowed {allowed:.2g})"
-        yield Trial(words, "", spec.dtype, broken)
+        yield Trial(change, "", spec.dtype, broken)
 
 
 def _on_a_grid(subject: Subject, spec: AttentionSpec) -> tuple[np.ndarray, ...]:
