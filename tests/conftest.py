@@ -21,7 +21,7 @@ import pytest
 
 from attnsuite.testing import Conformance
 from attnsuite.testing.cases import CASES
-from landing import BREADTH, CORE
+from landing import BREADTH, CORE, is_landing
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -106,7 +106,7 @@ def _ran_before(item: pytest.Item) -> bool:
 
 def _waits(item: pytest.Item) -> bool:
     """Whether .ci/run leaves it to .ci/run --all."""
-    return os.environ.get("ATTNSUITE_LANDING") == "1" and item.get_closest_marker("thorough") is not None
+    return is_landing() and item.get_closest_marker("thorough") is not None
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,11 @@
 """What a change is held to before it lands (``.ci/run``), of what ``.ci/run --all`` holds it to."""
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
 
 # Cases of the conformance suite: every backend with the oldest JAX too.
 CORE = (
@@ -22,6 +24,11 @@ BREADTH = (
     *("pages-ragged", "kv-int8-pages-hnd", "decode-hnd", "values-in-keys-bfloat16", "combination-float16"),
     *("causal-1000-bfloat16", "big-logits-bfloat16"),
 )
+
+
+def is_landing() -> bool:
+    """Whether what is marked thorough is left out: .ci/run without --all."""
+    return os.environ.get("ATTNSUITE_LANDING") == "1"
 
 
 def swept(values: Iterable[Any], first: Collection[Any]) -> list:

@@ -71,7 +71,9 @@ def steps():
     return {step["name"]: step["run"] for step in yaml.safe_load(text)["jobs"]["attention"]["steps"] if "run" in step}
 
 
-@pytest.mark.parametrize("file", [GUARD, GUARD.parents[2] / ".github/workflows/release.yml"], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "file", [GUARD, *sorted((GUARD.parents[2] / ".github/workflows").iterdir())], ids=lambda f: f.name
+)
 def test_a_workflow_names_its_actions_by_digest_and_puts_no_expression_into_a_shell_line(file):
     text = file.read_text(encoding="utf-8")
     used = re.findall(r"uses: (\S+)", text)
