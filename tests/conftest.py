@@ -157,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
         sweeps = of_a_suite and item.name == Conformance.test_any_shape.__name__
-        if (sweeps or _case_of(item) not in (None, *BREADTH)) and getattr(item.cls, "backend", None) != "standard":
+        if sweeps or _case_of(item) not in (None, *BREADTH):
             item.add_marker("thorough")
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
     if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-
 # Cases of the conformance suite: every backend with the oldest JAX too.
 CORE = (
     *("causal", "causal-bfloat16", "gqa-8", "window-asymmetric", "segments-causal", "padding-both-ends"),
     *("ragged-causal", "combination", "decode-4"),
 )
-# Every backend with the newest JAX: each feature, most of them beside others. `standard`, which others are compared
-# with, is held to all cases.
+# Every backend with the newest JAX: each feature, most of them beside others.
 BREADTH = (
     *CORE,
     *("plain", "mqa", "scale", "head-dim-80", "value-dim-wider", "length-129", "more-queries-causal", "few-queries-17"),
@@ -32,5 +30,12 @@ def is_landing() -> bool:
 
 
 def swept(values: Iterable[Any], first: Collection[Any]) -> list:
-    """``values`` as parameters of a test; those that are not among the ``first`` are marked thorough."""
-    return [value if value in first else pytest.param(value, marks=pytest.mark.thorough) for value in values]
+    """``values`` as parameters of a test; those that are not among the ``first`` are marked thorough.
+
+    A tuple holds the values of several parameters.
+    """
+
+    def waiting(value: Any) -> Any:
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.thorough)
+
+    return [value if value in first else waiting(value) for value in values]

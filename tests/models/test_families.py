@@ -13,6 +13,7 @@ from attnsuite.models.checkpoint import read_config
 from attnsuite.models.huggingface import from_hf, to_hf
 from attnsuite.models.huggingface_keys import known_keys
 from attnsuite.models.rope import inverse_frequencies
+from landing import swept
 from theirs import TOLERANCE, distance, drawn, their_logits, torch, transformers
 
 pytestmark = pytest.mark.llama
@@ -79,7 +80,7 @@ def logits_of(model):
     return np.asarray(model(TOKENS, backend="standard"))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=swept(FAMILIES, ("gemma3", "mixtral", "gpt_oss")))
 def opened(request, tmp_path_factory):
     kind, changes, _ = FAMILIES[request.param]
     directory = tmp_path_factory.mktemp(request.param)

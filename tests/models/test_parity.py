@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from attnsuite.models import CheckpointError, ModelConfig, RopeScaling, Transformer, convert, generate, load
+from landing import swept
 from theirs import TOLERANCE, distance, drawn, their_logits, torch, transformers
 
 pytestmark = pytest.mark.llama
@@ -74,7 +75,9 @@ def _scale(name):
     return 0.25 if "q_proj" in name or "k_proj" in name else 0.1 if "layers" in name else None
 
 
-@pytest.fixture(scope="module", params=GRID)
+@pytest.fixture(
+    scope="module", params=swept(GRID, ("tied-factor8", "factor32-sharded-old-keys", "qwen2-window", "qwen3"))
+)
 def opened(request, tmp_path_factory):
     """transformers' model, its logits, and the directory in which transformers saved it."""
     name, directory = request.param, tmp_path_factory.mktemp(request.param)
@@ -253,7 +256,7 @@ def write_meta(directory, state, params, ranks=1, embedding_axis=0):
 
 @pytest.mark.parametrize(
     ("ranks", "factor", "tied", "embedding_axis"),
-    [(1, None, False, 0), (1, 8.0, True, 0), (2, 32.0, False, 0), (4, None, False, 1)],
+    swept([(1, None, False, 0), (1, 8.0, True, 0), (2, 32.0, False, 0), (4, None, False, 1)], [(1, 8.0, True, 0)]),
     ids=["one-file", "tied-factor8", "two-files-factor32", "four-files-llama2"],
 )
 def test_a_checkpoint_of_meta_means_what_it_means_to_meta(ranks, factor, tied, embedding_axis, tmp_path):

@@ -31,6 +31,7 @@ from attnsuite.suite.kinds.attention import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.store import RECORDS
 from command import code_of
+from landing import swept
 
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 OP = OpCase(kind="op_forward", sequence=64)
@@ -101,7 +102,7 @@ def test_layer_in_a_role_has_the_gradients_that_its_case_asks_for(role):
     assert [array.shape for array in found] == [array.shape for array in (d_out, query, key, value)]
 
 
-@pytest.mark.parametrize("kind", ["model_prefill", "model_train", "model_decode"])
+@pytest.mark.parametrize("kind", swept(["model_prefill", "model_train", "model_decode"], ["model_decode"]))
 def test_whole_model_is_made_of_shapes_alone(kind):
     case = ModelCase(kind=kind, model="llama-3.1-8b", sequence=8192, dtype="bfloat16", new_tokens=1)
     program = model_program(case, resolutions(case, "standard", H100))

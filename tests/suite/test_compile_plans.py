@@ -25,6 +25,7 @@ from attnsuite.suite.kinds.kascade.selection import SelectionCase
 from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.suites import CPU_SPEED, FULL, QUICK, SUITES
+from landing import swept
 
 TARGETS = ("v5e", "h100")
 KERNEL = "kascade_attend"  # the name of the Pallas kernels in a jaxpr
@@ -124,7 +125,7 @@ def small(case):
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("row", TIMED)
+@pytest.mark.parametrize("row", swept(TIMED, ("kascade", "reuse_layer")))
 def test_what_is_timed_as_kascade_is_the_devices_own_kernel(row, kind, on):
     """These rows were passed kernel='xla', so that no Pallas kernel would ever have been timed."""
     on(kind)
@@ -159,7 +160,13 @@ def traced_row(case, row):
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("row", ["kascade", "oracle_pooled", "kascade_all_heads", "kascade_token", "stale_indices"])
+@pytest.mark.parametrize(
+    "row",
+    swept(
+        ["kascade", "oracle_pooled", "kascade_all_heads", "kascade_token", "stale_indices"],
+        ["kascade", "oracle_pooled"],
+    ),
+)
 def test_a_row_that_is_watched_is_the_devices_kernel_or_says_that_it_is_not(row, kind, on):
     on(kind)
     case = SelectionCase(kind="kascade_gate", sequence=256, sequences=2, tile_size=16, top_k=0.25)

@@ -134,6 +134,7 @@ def test_contract_is_dealt_to_processes_on_a_gpu_alone_case_by_case(monkeypatch,
     assert len(executors._parts(timed, context)) == 1  # a kind whose cases do not share a process
 
 
+@pytest.mark.thorough
 def test_what_several_processes_judge_is_one_run(monkeypatch, tmp_path):
     monkeypatch.setattr(executors, "_parts", lambda cells, _: [[cell] for cell in cells])
     words = ["judge", "standard", "--cases", "causal,big-logits-bfloat16", "--dtype", "bfloat16", "--random", "0"]

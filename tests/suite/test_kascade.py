@@ -25,6 +25,7 @@ from attnsuite.suite.kinds.kascade.selection import SELECTION, SelectionCase
 from attnsuite.suite.kinds.kascade.shared import SCORES
 from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.suites import QUICK, SUITES
+from landing import swept
 
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=256, layers=3, anchors=2, heads=4, kv_heads=2, head_dim=16,
@@ -78,7 +79,7 @@ def reasons_of(row, case):
     return cell.reasons
 
 
-@pytest.mark.parametrize("method", ATTENDING)
+@pytest.mark.parametrize("method", swept(ATTENDING, ("kascade", "quest")))
 def test_row_is_dense_where_everything_is_selected(method):
     _, _, outs, exact, kept = one_pass(method, 1.0)
     if method == "dropped_tiles":  # leaves tiles out however many are selected
@@ -99,6 +100,7 @@ def test_row_is_not_dense_where_not_everything_is_selected(method):
     assert int(kept[0].causal) == int(may_attend(spec, Layout()).sum()) * spec.batch * spec.num_heads
 
 
+@pytest.mark.thorough
 def test_rows_of_tiles_compute_equally_many_pairs_and_as_many_as_the_formula_says():
     counted = {}
     for method in BY_TILES:
@@ -153,6 +155,7 @@ def test_gate_finds_all_with_kascade_and_every_control_fails(gate):
     assert "1 anchor" in found["kascade"].notes[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_kascade_finds_all_at_the_flops_that_it_says(gate, phase):
     case = dataclasses.replace(GATE, name="", phase=phase)
@@ -205,7 +208,7 @@ def expected_flops(case):
     return (1.0 + (reuse + 0.5) + 4 * reuse) / 6
 
 
-@pytest.mark.parametrize("method", ["dense", "kascade", "kascade_token"])
+@pytest.mark.parametrize("method", swept(["dense", "kascade", "kascade_token"], ["kascade"]))
 @pytest.mark.parametrize("kind", ["kascade_prefill", "kascade_decode"])
 def test_stack_with_everything_selected_is_dense(kind, method):
     case = dataclasses.replace(STACK, name="", kind=kind)

@@ -122,6 +122,7 @@ def test_a_sparse_figure_stands_beside_the_dense_one_with_their_paired_differenc
     assert 0 < figures["kept_pairs"] < 1
 
 
+@pytest.mark.thorough
 def test_random_weights_are_calibrated_and_measured_on_random_tokens_and_are_invalid(tmp_path, capsys):
     """The way to measure time and memory of a shape whose weights and tokenizer are not here."""
     write_random(
@@ -219,6 +220,7 @@ def test_options_are_scalars_and_words():
         parse_options("=1")
 
 
+@pytest.mark.thorough
 def test_a_runs_figures_of_kascade_say_what_was_kept_too():
     """``attnsuite run``: text, retrieval and whole models, where the options are the backend's own."""
     text = quality.perplexity(TextCase(sequence=64, sequences=2), "kascade", None)

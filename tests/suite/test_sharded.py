@@ -205,6 +205,7 @@ def test_what_goes_wrong_between_devices_is_seen(broken):
     assert broken["own gradients only"] == ["wrong", ["dk", "dv"]]
 
 
+@pytest.mark.thorough
 def test_model_takes_a_sharded_backend_by_its_name(broken):
     assert broken["model"] < 1e-5
     assert broken["model's devices"] == DEVICES

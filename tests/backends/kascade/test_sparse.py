@@ -77,7 +77,7 @@ COMPARED = (
 )
 
 
-@pytest.mark.parametrize("case", COMPARED)
+@pytest.mark.parametrize("case", swept(COMPARED, ("gqa-8", "length-129", "decode-4", "segments-returning")))
 def test_with_everything_selected_it_is_dense(case):
     """Anchor, and the dense layer, within the noise floor of the judge."""
     problem = problems.problem(case)

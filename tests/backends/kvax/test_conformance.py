@@ -117,6 +117,7 @@ SMALL_BLOCKS = {
 }  # so small that a short sequence has many
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_kvax
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_any_segments_positions_and_lengths(is_causal):

@@ -23,6 +23,7 @@ def in_four_devices(code):
     return printed(code, JAX_NUM_CPU_DEVICES="4", NPROC="16", PYTHONWARNINGS="error")
 
 
+@pytest.mark.thorough
 def test_same_as_the_oracle_however_it_is_dealt():
     """One process for all meshes: it takes seconds to start."""
     code = f"""
