@@ -11,7 +11,7 @@ in another order in blocks of another shape. A key with more than half of its ro
 probability is taken from the saved sum, not from its score.
 
 Short queries against long keys (decoding) use the plain formula, whose scores are linear in the key length there
-(``decode.py`` on a CPU, ``standard.py`` elsewhere), and so do problems with few scores. The plan's notes say so.
+(``decode_step.py`` on a CPU, ``standard.py`` elsewhere), and so do problems with few scores. The plan's notes say so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from . import blocks, choices, chunked_shares, chunked_tiles, decode, kv_cache, sinks, standard
+from . import blocks, choices, chunked_shares, chunked_tiles, decode_step, kv_cache, sinks, standard
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
@@ -46,7 +46,7 @@ from .spec import AttentionSpec
 SMALL_SCORES = 128 * 128
 
 _PLAIN_NOTE = (
-    f"chunked takes XLA's plain formula for {decode.SHORT_QUERY} or fewer queries, whose scores are linear in the "
+    f"chunked takes XLA's plain formula for {decode_step.SHORT_QUERY} or fewer queries, whose scores are linear in the "
     f"number of keys, and for at most {SMALL_SCORES} scores a head, which stay in the cache."
 )
 
@@ -87,7 +87,7 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         checked = check_options(self.name, options, OPTIONS)
-        cached, step = kv_cache.is_cache(spec), decode.takes(spec, target)
+        cached, step = kv_cache.is_cache(spec), decode_step.takes(spec, target)
         if spec.kv_layout == "HND" and (cached or not step):
             return turned(spec, lambda spec: self.plan(spec, layout, target=target, mode=mode, options=options))
         if cached:
@@ -95,10 +95,10 @@ class Chunked:
                 spec, lambda wide: self._of_cache(wide, layout, self._program(wide, layout, target, checked))
             )
         if step:
-            made, differentiated = functools.partial(decode.plan, spec), decode.differentiated
+            made, differentiated = functools.partial(decode_step.plan, spec), decode_step.differentiated
             return _plainly(differentiated(spec, layout, made, target) if spec.needs_grad else made(layout))
         small = spec.query_length * spec.key_value_length <= SMALL_SCORES
-        if spec.query_length <= decode.SHORT_QUERY or (small and not checked.keys() - {"tuned"}):
+        if spec.query_length <= decode_step.SHORT_QUERY or (small and not checked.keys() - {"tuned"}):
             return _plainly(standard.STANDARD.plan(spec, layout, target=target))
         program = self._program(spec, layout, target, checked)
         differentiable, traced = _differentiable(program, _tables(program, layout))

@@ -17,7 +17,7 @@ from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import speed_of, standard_of
 from attnsuite.suite.statistics import median
 from attnsuite.suite.store import parse_records
-from attnsuite.suite.support import BASE, PROBLEMS, TARGETS
+from attnsuite.suite.support_matrix import BASE, PROBLEMS, TARGETS
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "reports" / "published"

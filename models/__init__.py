@@ -3,13 +3,13 @@
 from attnsuite.submodules import submodules_of
 
 from .cache import KVCache as KVCache
+from .checked_json import CheckpointError as CheckpointError
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import open_checkpoint as open_checkpoint
 from .config import PRESETS as PRESETS
 from .config import ModelConfig as ModelConfig
 from .generate import generate as generate
 from .loss import next_token_loss as next_token_loss
-from .reading import CheckpointError as CheckpointError
 from .rope_scaling import DynamicScaling as DynamicScaling
 from .rope_scaling import LinearScaling as LinearScaling
 from .rope_scaling import RopeScaling as RopeScaling

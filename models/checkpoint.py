@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .checked_json import CheckpointError, is_file, read_json
 from .config import ModelConfig
 from .fused import FusedSource, pieces_of
 from .huggingface import from_hf
 from .huggingface_keys import CONFIG
 from .meta import MetaSource, is_meta
 from .parameters import Params, checkpoint_names, stored_shapes
-from .reading import CheckpointError, is_file, read_json
 from .shards import ShardedSource, is_finite
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from .checked_json import CheckpointError
 from .config import ModelConfig
-from .reading import CheckpointError
 from .shards import ShardedSource
 
 Shape = tuple[int, ...]

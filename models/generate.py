@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from .cache import KVCache, Slots
 from .checks import require_positive_int
 from .config import ModelConfig
-from .forward import forward_cached
+from .forward_pass import forward_cached
 from .padding import left_aligned
 from .parameters import Params
 from .planning import Call, Options, Resolutions, planned

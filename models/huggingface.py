@@ -20,6 +20,7 @@ import msgspec
 
 from attnsuite.sentences import quoted
 
+from .checked_json import CheckpointError
 from .config import DTYPES, Activation, AttentionType, ModelConfig
 from .huggingface_keys import (
     CONFIG,
@@ -33,7 +34,6 @@ from .huggingface_keys import (
     read_fields,
 )
 from .huggingface_rope import read_rope, sliding_theta, write_rope
-from .reading import CheckpointError
 
 _LAYER_TYPES: dict[str, AttentionType] = {"full_attention": "global", "sliding_attention": "sliding"}
 _ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_silu": "silu"}

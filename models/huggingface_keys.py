@@ -17,8 +17,8 @@ import msgspec
 
 from attnsuite.sentences import quoted
 
+from .checked_json import CheckpointError, checked, refuse_other_values, refuse_unknown, require_keys
 from .config import MOST_LAYERS, ModelConfig
-from .reading import CheckpointError, checked, refuse_other_values, refuse_unknown, require_keys
 
 CONFIG = "config.json"
 SUITE_TYPE = "attention_suite"

@@ -11,9 +11,9 @@ from typing import Any
 
 from attnsuite.sentences import quoted
 
+from .checked_json import CheckpointError
 from .config import ModelConfig
 from .huggingface_keys import CONFIG, Fields, RopeFields
-from .reading import CheckpointError
 from .rope_scaling import AnyScaling, DynamicScaling, LinearScaling, RopeScaling, YarnScaling
 
 _LENGTH = "original_max_position_embeddings"  # our original_max_length; the other fields have the same names

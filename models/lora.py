@@ -19,10 +19,10 @@ import msgspec
 from jaxtyping import Array, Float
 from safetensors.flax import save_file
 
+from .checked_json import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown, require_keys
 from .checks import require_positive_int, require_positive_real
 from .config import ModelConfig
 from .parameters import LAYER, Params, parameter_shapes
-from .reading import CheckpointError, checked, read_json, refuse_other_values, refuse_unknown, require_keys
 from .shards import SafetensorsFile, check_dtype, is_finite
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 
+from .checked_json import CheckpointError, checked, is_file, read_json, refuse_unknown, require_keys
 from .config import MOST_LAYERS, PRESETS, ModelConfig
 from .parameters import LAYER, TOP, Shape
-from .reading import CheckpointError, checked, is_file, read_json, refuse_unknown, require_keys
 from .rope_scaling import RopeScaling
 from .shards import check_dtype
 from .torch_file import TorchFile

@@ -1,8 +1,8 @@
 """Pack documents into rows of one length, with segment ids that keep them apart.
 
 Best fit: each document goes into the row whose room it fills best. A document longer than a row is cut into pieces. The
-rest of a row is padding (id -1). No token attends across documents, positions restart in each (``forward.py``), and the
-loss has no target across a border (``loss.py``).
+rest of a row is padding (id -1). No token attends across documents, positions restart in each (``forward_pass.py``),
+and the loss has no target across a border (``loss.py``).
 """
 
 from __future__ import annotations

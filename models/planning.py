@@ -130,7 +130,7 @@ def check_call(call: Mapping[str, Any]) -> None:
 
 
 def planned(config: ModelConfig, call: Call, **problem: Any) -> dict[str, Any]:
-    """``resolutions`` and ``options`` of a call, which the functions of ``forward.py`` take by these names."""
+    """``resolutions`` and ``options`` of a call, which the functions of ``forward_pass.py`` take by these names."""
     check_call(call)
     options = call.get("backend_options")
     how: dict[str, Any] = {name: value for name, value in call.items() if name != "backend_options"}

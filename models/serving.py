@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 from .cache import KVCache, Slots
 from .checks import require_positive_int
 from .config import ModelConfig
-from .forward import forward_ragged
+from .forward_pass import forward_ragged
 from .parameters import Params
 from .planning import Call, Options, Resolutions, planned
 from .transformer import Transformer

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .reading import CheckpointError, checked, is_file, read_json
+from .checked_json import CheckpointError, checked, is_file, read_json
 from .torch_file import TorchFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -25,7 +25,7 @@ from attnsuite.backends.resolve import Resolution
 from .checkpoint import Checkpoint
 from .checks import require_positive_int
 from .config import AttentionType, ModelConfig
-from .forward import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
+from .forward_pass import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
 from .loss import token_nats
 from .parameters import Params
 from .planning import Call, Options, Resolutions, check_call, freeze_options, planned

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .reading import CheckpointError, is_file
+from .checked_json import CheckpointError, is_file
 
 JSON, RANKS = "tokenizer.json", "tokenizer.model"
 TOKENIZER_FILES = (JSON, RANKS, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")

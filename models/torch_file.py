@@ -23,7 +23,7 @@ import numpy as np
 
 from attnsuite.sentences import quoted
 
-from .reading import CheckpointError
+from .checked_json import CheckpointError
 
 _LARGEST_PICKLE = 2**26  # bytes; a tensor takes about 200
 _STORAGES = {

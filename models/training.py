@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from . import lora
 from .config import ModelConfig
-from .forward import forward
+from .forward_pass import forward
 from .loss import counted_targets, next_token_loss
 from .parameters import Params
 from .planning import Options, Resolutions

@@ -1,8 +1,8 @@
 """The model object: a configuration and its parameters, and the calls that run them.
 
 Parameters are :class:`flax.nnx.Param`, so that nnx optimizers, gradients and sharding apply. The computation is the
-pure core of ``forward.py`` under ``jax.jit`` over plain arrays (``nnx.jit`` costs 63 ms a call for a small 32-layer
-model, ``jax.jit`` 13). The backends are resolved before every call, outside the compiled function.
+pure core of ``forward_pass.py`` under ``jax.jit`` over plain arrays (``nnx.jit`` costs 63 ms a call for a small
+32-layer model, ``jax.jit`` 13). The backends are resolved before every call, outside the compiled function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnsuite.backends import Resolution, masks
 
 from .cache import KVCache, default_dtype
 from .config import AttentionType, ModelConfig
-from .forward import forward, forward_cached
+from .forward_pass import forward, forward_cached
 from .padding import segment_ids_of
 from .parameters import Params, initialise, parameter_shapes
 from .planning import Call, planned

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from attnsuite.suite.files import write_text
-from attnsuite.suite.kinds.conformance import TAKES, answer_of
+from attnsuite.suite.kinds.conformance_case import TAKES, answer_of
 from attnsuite.suite.record import Record
 from attnsuite.testing.verdicts import VERDICTS
 

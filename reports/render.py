@@ -9,9 +9,9 @@ from pathlib import Path
 from attnsuite.suite.files import check_directory, write_text
 from attnsuite.suite.kinds import kind_of, title_of
 
-from . import files, html, markdown, plot
+from . import data_files, html, markdown, plot
 from .page import Page
-from .pages import compiled, run
+from .pages import compiled, measurements
 from .read import ReportError, Run, load
 
 REPORT = "report.md"
@@ -66,11 +66,11 @@ def _files(runs: Iterable[Run]) -> dict[str, str]:
     return {
         **written,
         HTML: html.render(text, "; ".join(page.title for page in pages), pictures),
-        "records.csv": files.to_csv(pages),
-        "report.json": files.to_json(pages),
+        "records.csv": data_files.to_csv(pages),
+        "report.json": data_files.to_json(pages),
         **pictures,
     }
 
 
 def _pages(found: Run) -> tuple[Page, ...]:
-    return (compiled.build(found),) if compiled.is_compiled(found) else run.build(found)
+    return (compiled.build(found),) if compiled.is_compiled(found) else measurements.build(found)

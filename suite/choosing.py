@@ -19,7 +19,7 @@ from attnsuite.backends.resolve import PRIORITY
 from . import files
 from .errors import InputError
 from .kinds import kind_of, make_case
-from .kinds.tuning import TUNING
+from .kinds.tuning_case import TUNING
 from .peers import PEERS
 from .record import Record
 from .reportable import STANDARD, program_bytes, ratio_of, shows_speed, times_of

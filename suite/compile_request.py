@@ -22,9 +22,9 @@ from .compile.programs import model_config
 from .compile_run import CompileGrid
 from .errors import InputError
 from .flag_values import is_whole, names_of
-from .grid.run import RunGrid
+from .grid.run_grid import RunGrid
 from .grid.running import Limits
-from .kinds.attention import OpCase, spec_of
+from .kinds.attention_call import OpCase, spec_of
 from .kinds.model import PHASES, ModelCase
 from .measure.environment import versions
 from .named_model import absolute

@@ -1,7 +1,7 @@
 """``attnsuite compile``: compile every case for every backend and every device, without an accelerator in the machine.
 
 Each kind of device has one process; as many run side by side as there are cores and memory for. A compiler's answer is
-kept on disk (``compile/cache.py``), so that a run that was stopped, or is asked again, compiles nothing twice.
+kept on disk (``compile/compile_cache.py``), so that a run that was stopped, or is asked again, compiles nothing twice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .cell import Cell, Outcome
-from .compile import cache as compile_cache
-from .compile import schedules, slices, topologies
+from .compile import compile_cache as compile_cache
+from .compile import slices, topologies, tpu_schedules
 from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .errors import CellFailure, InputError
 from .grid import folders, work
@@ -31,7 +31,7 @@ from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import RunContext, Running, outcome_of
 from .kinds import kind, make_case, problem_of
-from .kinds.attention import OpCase
+from .kinds.attention_call import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
@@ -142,7 +142,7 @@ class _Process(Restarting):
     def __init__(self, target: Target, request: CompileGrid, code: Sequence[str]) -> None:
         self._folder = folders.make() if request.schedule else None
         self.dump = Path(self._folder.name) if self._folder else None
-        variables = topologies.ENVIRONMENT | (schedules.variables(self.dump, target.platform) if self.dump else {})
+        variables = topologies.ENVIRONMENT | (tpu_schedules.variables(self.dump, target.platform) if self.dump else {})
         writable = (self.dump,) if self.dump else ()
         Restarting.__init__(self, functools.partial(Worker, request.limits.memory, variables, code, writable))
 

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .doctor import examine_here
+from .diagnosis import examine_here
 from .errors import InputError
-from .grid.run import RunGrid, check_idle, new_request, resumed_request
+from .grid.run_grid import RunGrid, check_idle, new_request, resumed_request
 from .grid.running import Limits
 from .judgement import new_judgement, resumed_judgement
 from .kinds import kind_of

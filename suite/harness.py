@@ -28,9 +28,9 @@ from attnsuite.models.loss import token_nats
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.flag_values import parse_options
 from attnsuite.suite.kinds.model_program import selected_shares
-from attnsuite.suite.measure.text import reader_of
+from attnsuite.suite.layerwise_perplexity import options_of
+from attnsuite.suite.measure.tokens import reader_of
 from attnsuite.suite.named_model import checkpoint_of, model_of
-from attnsuite.suite.perplexity import options_of
 
 try:
     import jinja2  # pyright: ignore[reportMissingImports]

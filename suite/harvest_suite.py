@@ -12,8 +12,8 @@ from attnsuite.backends import AttentionSpec
 from attnsuite.backends.operands import OPERANDS
 
 from .errors import InputError
-from .harvest import Call, Harvest, Mark
 from .kinds.op_case import OpCase, nearest_case, plain_spec, spec_of
+from .traced_calls import Call, Harvest, Mark
 
 # Fields of a spec that no case has, or that have to be set by hand; in a sentence.
 NOT_IN_A_CASE = {

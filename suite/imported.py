@@ -22,8 +22,8 @@ from attnsuite.backends import AttentionSpec
 from attnsuite.backends.choices import Choice, Source, lookup_key, problem_of
 
 from .errors import InputError
-from .kinds.attention import OpCase
-from .kinds.tuning import TUNING
+from .kinds.attention_call import OpCase
+from .kinds.tuning_case import TUNING
 from .record import Record
 from .typed import parse_json
 

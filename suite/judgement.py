@@ -12,9 +12,9 @@ from attnsuite.testing.verdicts import VERDICTS
 
 from .errors import InputError
 from .flag_values import names_of
-from .grid.run import RunGrid, resumed_request
+from .grid.run_grid import RunGrid, resumed_request
 from .grid.running import Limits
-from .kinds.conformance import TAKES, ConformanceCase, answer_of
+from .kinds.conformance_case import TAKES, ConformanceCase, answer_of
 from .kinds.kind import Dtype
 from .record import Record
 from .user_function import known_row

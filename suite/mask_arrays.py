@@ -19,8 +19,8 @@ from jaxtyping import Bool, Int
 
 from attnsuite.backends import AttentionSpec, attention
 
-from .harvest import Harvest
 from .statistics import Interval, paired_ratio
+from .traced_calls import Harvest
 
 _ROUNDS = 7
 

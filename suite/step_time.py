@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from attnsuite.backends import BackendUnavailableError, Target, attention, resolve
 
-from .harvest import Call, Harvest, harvest
 from .statistics import Interval, median, paired_ratio
 from .summary import format_seconds
+from .traced_calls import Call, Harvest, harvest
 
 _ROUNDS, _LONGEST = 9, 60.0  # rounds, and seconds after which no further round begins
 _SAME = ("bias", "mask", "scale", "is_causal", "key_value_seq_lengths", "local_window_size")  # in both interfaces

@@ -16,8 +16,8 @@ from attnsuite.backends.choices import Choice, problem_of
 
 from . import statistics
 from .compile.expected import CHIPS, expected_seconds
-from .kinds.attention import spec_of
-from .kinds.tuning import TUNING, Trial
+from .kinds.attention_call import spec_of
+from .kinds.tuning_case import TUNING, Trial
 from .record import Record
 from .statistics import Interval
 

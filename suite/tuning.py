@@ -28,10 +28,10 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 
 from . import choosing, statistics
 from .cell import Cell, Outcome
-from .compile import schedules, topologies
+from .compile import topologies, tpu_schedules
 from .compile.candidates import NO_SPILLS, compile_candidate, compile_kernels
 from .compile.programs import op_program as abstract_program
-from .doctor import examine_here
+from .diagnosis import examine_here
 from .errors import CellFailure, InputError
 from .flag_values import known_backend
 from .grid import folders, work
@@ -42,9 +42,9 @@ from .grid.process import Restarting, Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running
 from .kinds import kind
-from .kinds.attention import OpCase, judged_case, op_program, spec_of
-from .kinds.tuning import TUNING
-from .measure import judge, speed
+from .kinds.attention_call import OpCase, judged_case, op_program, spec_of
+from .kinds.tuning_case import TUNING
+from .measure import speed, tensor_errors
 from .measure.program import named_outputs
 from .record import Environment, Record
 from .store import Manifest
@@ -266,7 +266,7 @@ def _compile_each(
         dump, more = None, {"XLA_FLAGS": flags}
         if target.platform == "tpu":
             dump = Path(stack.enter_context(folders.make()))
-            more = schedules.variables(dump)
+            more = tpu_schedules.variables(dump)
         start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
         process = stack.enter_context(contextlib.closing(Restarting(start)))
         for options in candidates:
@@ -314,8 +314,8 @@ def _try(
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
         return _Candidate(options, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if judged_case(case)[0] == case:
-        errors = judge.judge_outputs(named_outputs(outputs), reference, case.dtype)
-        if wrong := judge.describe_failure(errors):
+        errors = tensor_errors.judge_outputs(named_outputs(outputs), reference, case.dtype)
+        if wrong := tensor_errors.describe_failure(errors):
             return _Candidate(options, error=wrong)
 
     def sample(calls: int) -> float:

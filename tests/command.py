@@ -12,9 +12,9 @@ from typing import Any, Self
 import pytest
 
 from attnsuite.backends import registry
-from attnsuite.suite import doctor
+from attnsuite.suite import diagnosis
 from attnsuite.suite.command_line import main
-from attnsuite.suite.grid import executors, references, run
+from attnsuite.suite.grid import executors, references, run_grid
 
 
 def code_of(*words: object) -> object:
@@ -60,7 +60,7 @@ def bring_workers_here(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
         closed = False
         folder = place
 
-    for module in (doctor, executors, references, run):
+    for module in (diagnosis, executors, references, run_grid):
         monkeypatch.setattr(module, "Worker", Here)
     monkeypatch.setattr(executors, "_share", lambda _: True)
     # A function of a file is registered, and its folder is on the path.

@@ -26,10 +26,10 @@ from attnsuite.suite.grid.fleet import FleetRequest
 from attnsuite.suite.grid.grid import Grid
 from attnsuite.suite.grid.node import Doing
 from attnsuite.suite.grid.references import References
-from attnsuite.suite.grid.run import RunGrid
+from attnsuite.suite.grid.run_grid import RunGrid
 from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import problem_of
-from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.measure.environment import source_digest, versions
 from attnsuite.suite.record import Environment, Record
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from attnsuite import backends
-from attnsuite.backends.flash_cpu import backward, backward_rows, forward, packing, products, rows, slopes, softmax
+from attnsuite.backends.flash_cpu import backward, backward_rows, forward, panels, products, rows, slopes, softmax
 from attnsuite.backends.flash_cpu.emit import Function, void
 
 PARTS = {
@@ -48,7 +48,7 @@ def without(part: str) -> ExitStack:
         "P and dS": ((backward, "slopes", empty(slopes.slopes)),),
         "its exponentials": ((softmax, "exp2", lambda _e, _isa, x: x),),
         "their exponentials": ((slopes, "exp2", lambda _e, _isa, x: x),),
-        "packing": ((packing, "rows", no_rows), (backward_rows, "rows", no_rows)),
+        "packing": ((panels, "rows", no_rows), (backward_rows, "rows", no_rows)),
     }
     changes |= {"S and dP": changes["scores"], "dQ, dK and dV": changes["weighted sum"]}
     context = ExitStack()

@@ -35,10 +35,10 @@ import hostile_checkpoints
 import hostile_inputs
 from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
-from attnsuite.suite import command_line, compile_run, doctor, perplexity, train, tuning
-from attnsuite.suite.grid import execute, process, run
+from attnsuite.suite import command_line, compile_run, diagnosis, layerwise_perplexity, training_run, tuning
+from attnsuite.suite.grid import execute, process, run_grid
 from attnsuite.suite.grid.probe import find_cells
-from attnsuite.suite.kinds.kascade import calibrate
+from attnsuite.suite.kinds.kascade import calibration_run
 from attnsuite.suite.measure import environment
 from hostile_inputs import ENVIRONMENT, TRAIN, Commands, Hand, Valid, make_valid
 from hostile_words import flags
@@ -176,22 +176,22 @@ def nothing_begins() -> Iterator[None]:
         return ENVIRONMENT, []
 
     def steps(request: Any, problem: Any, out: Path, **_: Any) -> None:
-        if (out / train.LOSSES).is_file():
-            train._keep(out / train.LOSSES, 2)
+        if (out / training_run.LOSSES).is_file():
+            training_run._keep(out / training_run.LOSSES, 2)
         raise Begins
 
     replaced: list[tuple[Any, str, Any]] = [
-        (calibrate, "calibrate", begins),
-        (doctor, "examine_here", begins),
+        (calibration_run, "calibrate", begins),
+        (diagnosis, "examine_here", begins),
         (compile_run, "execute", begins),
         (execute, "References", begins),
         (environment, "describe", lambda: ENVIRONMENT),
         (model_weights, "_write", begins),
         (process.Worker, "__init__", begins),
-        (run, "probe", probe_here),
-        (perplexity, "streamed_nats", begins),
-        (train, "_steps", steps),
-        (train, "describe", lambda: ENVIRONMENT),
+        (run_grid, "probe", probe_here),
+        (layerwise_perplexity, "streamed_nats", begins),
+        (training_run, "_steps", steps),
+        (training_run, "describe", lambda: ENVIRONMENT),
         (tuning, "rank_candidates", begins),
     ]
     with contextlib.ExitStack() as stack:

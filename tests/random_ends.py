@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from attnsuite.suite import entry
-from attnsuite.suite.grid import run
+from attnsuite.suite.grid import run_grid
 from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.store import LOCK, MANIFEST, RECORDS, parse_records
 from fleet_work import ROWS, Seen, Work, record_of, request
@@ -41,9 +41,9 @@ def work(out: Path) -> None:
             yield record_of(cell, "here")
 
     with (
-        mock.patch.object(run, "probe", Work("here").look),
-        mock.patch.object(run, "measured_machine", dict),
-        mock.patch.object(run, "group_records", records),
+        mock.patch.object(run_grid, "probe", Work("here").look),
+        mock.patch.object(run_grid, "measured_machine", dict),
+        mock.patch.object(run_grid, "group_records", records),
     ):
         execute(asked, Seen())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def test_modules_need_no_import_of_their_own():
 def test_a_folder_of_the_repository_is_no_package_of_its_own():
     program = f"""
 import sys
+from collections import Counter
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 for room in {ROOMS}:
     try:
@@ -96,3 +98,21 @@ for room in {ROOMS}:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     sentence = "write import attnsuite.{0}; the folder {0} is no package of its own."
     assert done.stdout.splitlines() == [sentence.format(room) for room in ROOMS], done.stderr
+
+
+# One thing for two owners, such as the page of a run and Kascade's part of it.
+SHARED_NAMES = {
+    *("availability", "backend", "backward", "block_sizes", "environment", "extension", "page", "sharding", "tuning"),
+}
+
+
+def test_a_module_has_a_name_of_its_own_or_is_the_same_thing_for_another_owner():
+    import attnsuite  # noqa: PLC0415
+
+    names = Counter(
+        path.stem
+        for room in ROOMS
+        for path in Path(attnsuite.__path__[0], room).rglob("*.py")
+        if path.stem != "__init__"
+    )
+    assert {name for name, count in names.items() if count > 1} == SHARED_NAMES

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 
-from . import cache, targets
+from . import object_cache, targets
 from .compiler import Processor
 from .isa import Isa
 
@@ -47,11 +47,11 @@ def why_not(name: str | None = None) -> str | None:
 
 def _self_test(isa: Isa) -> str | None:
     key = targets.cache_key("self-test", "", isa, Processor.here())
-    if cache.read(key) == _PASSED:
+    if object_cache.read(key) == _PASSED:
         return None
     failure = _run(isa)
     if failure is None:
-        cache.write(key, _PASSED)
+        object_cache.write(key, _PASSED)
     return failure
 
 

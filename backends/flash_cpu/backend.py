@@ -20,7 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from .. import decode, kv_cache, sinks
+from .. import decode_step, kv_cache, sinks
 from ..contract import (
     NO_TERMS,
     NOTHING_SEEN,
@@ -125,7 +125,7 @@ class FlashCpu:
         decodes = not checked["batch_invariant"]
         undifferentiated = dataclasses.replace(spec, needs_grad=False)
         if spec.needs_grad and decodes and is_decode(undifferentiated):
-            return decode.differentiated(
+            return decode_step.differentiated(
                 spec, layout, lambda layout: self.plan(undifferentiated, layout, **how), target
             )
         by_decode = decodes and is_decode(spec) and reads_in_place(spec)

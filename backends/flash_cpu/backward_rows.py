@@ -13,7 +13,7 @@ from .backward_buffers import BLOCK_KEYS, BLOCK_ROWS, Buffers
 from .emit import Function, f32, i32, i64, ptr
 from .forward import UNSEEN_TOP
 from .handler import State
-from .packing import emit_row_numbers
+from .panels import emit_row_numbers
 from .slopes import ALONE, D_LSE, DELTA, FIRST, INVERSE, LARGE_TOP, LAST, LIMIT, NEVER, QUERY_ID, TOP
 from .softmax import GRADIENT_SCALE
 from .visibility import NO_KEY

@@ -1,6 +1,6 @@
 """The forward kernel: output, and for the backward pass the maximum and sum of every row's softmax.
 
-Keys and values are packed head by head as terms (``packing.py``), contiguous, padded with zeros to whole blocks. An
+Keys and values are packed head by head as terms (``panels.py``), contiguous, padded with zeros to whole blocks. An
 item is a block of keys to pack, or a tile of query rows of one KV head: all key blocks that the tile's groups of
 queries see, with an online softmax. KV heads are taken in groups of ``P``: a stage computes the tiles of one group and
 packs the next. So only two groups need room, and stay in the cache. The large items come first: within a head tiles run
@@ -23,7 +23,7 @@ from .added import Added, Arrays
 from .emit import Function, Value, f32, i32, i64, offsets, ptr, vector
 from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
-from .packing import Blocks, emit_pack, emit_row_numbers, head_groups
+from .panels import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
 from .softmax import HIDDEN, GroupPointers, softmax
 

@@ -1,7 +1,7 @@
 """Kernels for methods that select keys: attention to listed units of keys, and the attention mass of every unit.
 
 Queries of one KV head are cut into tiles of ``Q`` tokens, keys into units; a unit is one block of packed keys
-(``packing.py``). The kernels are the forward kernel with another loop around it::
+(``panels.py``). The kernels are the forward kernel with another loop around it::
 
     listed    O = softmax over the keys of the units that are listed for the tile
     mass      mass[u] = sum over the rows of the tile and the keys of unit u of the softmax over all keys
@@ -24,7 +24,7 @@ from .emit import Function, Value, aligned, f32, i32, i64, ptr, vector
 from .forward import SUMS, Kernel, block_rows
 from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
-from .packing import Blocks, emit_pack
+from .panels import Blocks, emit_pack
 from .softmax import HIDDEN
 
 # The units of each query tile, and an array whose length is the tokens of one.

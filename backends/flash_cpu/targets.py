@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from . import backward, cache, compiler, decode, forward, handler, sparse, sparse_backward
+from . import backward, compiler, decode, forward, handler, object_cache, sparse, sparse_backward
 from .compiler import Processor
 from .handler import API_MAJOR, State
 from .isa import Isa
@@ -54,12 +54,12 @@ def target(kind: str, kernel: Any, isa: Isa) -> Registered:
 def _target(kind: str, kernel: Any, isa: Isa) -> Registered:
     key = cache_key(kind, kernel, isa, Processor.here())
     code = None
-    if (cached := cache.read(key)) is not None:
+    if (cached := object_cache.read(key)) is not None:
         with contextlib.suppress(RuntimeError):  # whole, but not an object file that this llvmlite loads
             code = compiler.load(cached)
     if code is None:
         content = compiler.compile_object(functools.partial(build, kind, kernel), Processor.here(), isa)
-        cache.write(key, content)
+        object_cache.write(key, content)
         code = compiler.load(content)
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(code.get_function_address("handler"))
     name = f"attention_suite_flash_cpu_{key[:24]}"
@@ -77,7 +77,7 @@ def build(kind: str, kernel: Any, module: Any, isa: Isa) -> None:
 def cache_key(kind: str, kernel: Any, isa: Isa, processor: Processor) -> str:
     """A digest of everything that the object code depends on."""
     versions = (metadata.version("llvmlite"), metadata.version("jaxlib"), generator_digest())
-    return cache.digest(
+    return object_cache.digest(
         kind, repr(kernel), isa.name, processor.triple, processor.cpu, processor.feature_text(isa), *versions
     )
 

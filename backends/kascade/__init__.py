@@ -3,11 +3,11 @@
 from .backend import KASCADE as KASCADE
 from .backend import Kascade as Kascade
 from .backend import default_kernel as default_kernel
-from .calibration import Calibration as Calibration
-from .calibration import load_calibration as load_calibration
 from .cost import KeptFraction as KeptFraction
 from .cost import kept_fraction as kept_fraction
 from .head_maps import published_schedule as published_schedule
+from .layer_statistics import Calibration as Calibration
+from .layer_statistics import load_calibration as load_calibration
 from .schedule import GREEDY_RULES as GREEDY_RULES
 from .schedule import LOSS_RULE as LOSS_RULE
 from .schedule import GreedyRule as GreedyRule

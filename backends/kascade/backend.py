@@ -24,7 +24,7 @@ from ..devices import Target
 from ..features import INSTEAD, Mode, Takes
 from ..resolve import resolve
 from ..sharding import MeshAxes
-from . import tuning
+from . import tuned_options
 from .backward import differentiable
 from .cost import runs_dense
 from .kept import selected_share
@@ -98,9 +98,9 @@ class Kascade:
         return {"top_k": 1.0}
 
     # For ``attnsuite tune``.
-    defaults = staticmethod(tuning.defaults)
-    candidates = staticmethod(tuning.candidates)
-    work = staticmethod(tuning.work)
+    defaults = staticmethod(tuned_options.defaults)
+    candidates = staticmethod(tuned_options.candidates)
+    work = staticmethod(tuned_options.work)
 
     def plan(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 if TYPE_CHECKING:
-    from .calibration import Calibration
+    from .layer_statistics import Calibration
 
 Role = Literal["dense", "anchor", "reuse"]
 Similarity = Literal["mass", "jaccard"]

@@ -1,8 +1,8 @@
 """An anchor in a decode step: one query row per head, against the keys as a cache holds them.
 
 The scores of a row are linear in the length, so they are computed whole. The mass is read from them, and a dense layer
-weighs the values with them. The products are those of ``backends.decode``, which read a cache in one run. Attention to
-a selection is the loop of ``xla.py``, with one row per query head.
+weighs the values with them. The products are those of ``backends.decode_step``, which read a cache in one run.
+Attention to a selection is the loop of ``xla.py``, with one row per query head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .. import decode, standard
+from .. import decode_step, standard
 from ..contract import AttentionSpec
 from .selection import Selection, TileLayout
 from .selection import select as select_by
@@ -32,7 +32,7 @@ def select(
     if value is None:
         return selection, None
     read = seen if spec.has_segment_ids or spec.has_seq_lengths else None
-    out = decode.weigh(weights, value.swapaxes(1, 2), read) / total
+    out = decode_step.weigh(weights, value.swapaxes(1, 2), read) / total
     return selection, out.reshape(spec.batch, 1, spec.num_heads, -1).astype(query.dtype)
 
 
@@ -46,7 +46,7 @@ def pooled_mass(
     """The mass of every unit; the weights of all keys and their sums, from which it follows; which keys are seen."""
     b, k, g, s = spec.batch, spec.num_kv_heads, spec.group_size, spec.key_value_length
     layout = layout.of_all(b)
-    logits = decode.scores(query.reshape(b, k, g, -1), key.swapaxes(1, 2)) * spec.softmax_scale
+    logits = decode_step.scores(query.reshape(b, k, g, -1), key.swapaxes(1, 2)) * spec.softmax_scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     slots = jnp.arange(s, dtype=jnp.int32)

@@ -2,8 +2,8 @@
 
 The kernels are Kvax 0.1.0's own Triton kernels: a block mask made once per forward pass, and FlashAttention-2 forward
 and backward over it. They run natively on NVIDIA GPUs and in Triton's interpreter on a CPU, and compile ahead of time
-for absent GPUs. ``layout.py`` avoids Kvax's wrong results; ``upstream.py`` adapts Kvax to present versions of its
-packages.
+for absent GPUs. ``converted_layout.py`` avoids Kvax's wrong results; ``upstream.py`` adapts Kvax to present versions of
+its packages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..support import support
 from ..tunable import KernelBuild
 from ..vendor_kernel import VendorKernel
 from . import availability
-from . import blocks as block_sizes
-from .blocks import Passes
+from . import block_sizes as block_sizes
+from .block_sizes import Passes
 from .mesh import OneDevice, OnMesh, plan_with
 from .upstream import Upstream
 

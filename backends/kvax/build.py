@@ -33,7 +33,7 @@ from ..layout import ARRAYS, Layout, shape_of
 from ..spec import AttentionSpec
 from ..tunable import KernelBuild
 from . import upstream
-from .blocks import Passes
+from .block_sizes import Passes
 from .mesh import OneDevice, plan_with
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}

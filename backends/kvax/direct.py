@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from ..devices import Target
 from . import availability
 from .backend import device_reasons, upstream_of
-from .blocks import FlashAttentionParamsConfig as FlashAttentionParamsConfig
+from .block_sizes import FlashAttentionParamsConfig as FlashAttentionParamsConfig
 from .upstream import Upstream
 
 PADDING_SEGMENT_ID = -1

@@ -24,9 +24,9 @@ from ..operands import Terms
 from ..sharding import MeshAxes
 from ..spec import AttentionSpec
 from ..vendor_kernel import padded
-from . import layout as layouts
-from .blocks import Passes
-from .layout import KvaxLayout
+from . import converted_layout as layouts
+from .block_sizes import Passes
+from .converted_layout import KvaxLayout
 from .upstream import Upstream
 
 

@@ -27,7 +27,7 @@ from attnsuite.backends import AttentionSpec, Layout, Resolution
 from attnsuite.backends.kascade import Calibration, Settings, Tiling, load_calibration
 from attnsuite.models.checkpoint import Checkpoint
 from attnsuite.models.config import ModelConfig
-from attnsuite.models.forward import Hidden, layer_forward, turns_of, whole_sequence
+from attnsuite.models.forward_pass import Hidden, layer_forward, turns_of, whole_sequence
 from attnsuite.models.parameters import Params
 from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 from attnsuite.models.streaming import embedded

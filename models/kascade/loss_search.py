@@ -17,7 +17,7 @@ import numpy as np
 from attnsuite.backends.contract import Carry
 from attnsuite.backends.kascade import Calibration, LayerRole, Schedule, greedy_by_loss
 from attnsuite.models.checkpoint import Checkpoint
-from attnsuite.models.forward import Hidden
+from attnsuite.models.forward_pass import Hidden
 from attnsuite.models.planning import freeze_options, resolve_attention
 from attnsuite.models.streaming import LAYER_STATICS, embedded, last_nats, outer_of_head, run_layer
 from attnsuite.models.transformer import Transformer

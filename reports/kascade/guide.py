@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from attnsuite.suite import statistics
 from attnsuite.suite.kinds import phase_of
-from attnsuite.suite.kinds.kascade.guide import LENGTHS, NAME
+from attnsuite.suite.kinds.kascade.guide_suite import LENGTHS, NAME
 from attnsuite.suite.kinds.kascade.methods import KERNELS
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import is_trusted, same_rounds

@@ -15,7 +15,7 @@ from attnsuite.suite.compile.occupancy import WARPS, occupancy
 from attnsuite.suite.record import Kernel, Record, Schedule
 from attnsuite.suite.reportable import scheduled_bundles
 
-from .. import cases, environment, markdown, programs
+from .. import cases, environment, markdown, program_table
 from ..cells import group
 from ..formatting import DASH, Value, code, command_line, escape, plural
 from ..page import Page, Section, section
@@ -415,7 +415,7 @@ SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (
     largest,
     kernels,
     section("schedules", "Schedules", "tables", lambda content: _scheduled(content.records), SCHEDULED),
-    lambda content: programs.programs(group(content.ops), targets=True),
+    lambda content: program_table.programs(group(content.ops), targets=True),
     section("reasons", "Reasons", "items", lambda content: _reasons(content.numbers)),
     every_cell,
     section("environment", "Environment", "tables", lambda content: environment.environment_table(content.records)),

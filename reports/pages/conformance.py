@@ -13,7 +13,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from attnsuite.suite import typed
-from attnsuite.suite.kinds.conformance import TAKES, ConformanceCase, ConformanceFacts, answer_of
+from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase, ConformanceFacts, answer_of
 from attnsuite.suite.record import Record
 from attnsuite.testing.shapes import PLATFORM_FAILS
 from attnsuite.testing.verdicts import VERDICTS

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attnsuite.suite.compile.occupancy import WARPS, occupancy
-from attnsuite.suite.kinds.tuning import Trial
+from attnsuite.suite.kinds.tuning_case import Trial
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import scheduled_bundles
 from attnsuite.suite.tuned import expected_gain, winner

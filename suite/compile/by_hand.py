@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attnsuite.backends import AttentionSpec, Target, pallas_flash, registry
 
-from ..kinds.attention import OpCase, spec_of
+from ..kinds.attention_call import OpCase, spec_of
 from ..measure.program import with_gradients
 from .programs import AbstractProgram, op_program
 

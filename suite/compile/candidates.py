@@ -17,11 +17,11 @@ from attnsuite.backends.contract import AttentionSpec
 from attnsuite.backends.tunable import CompilesKernels, CountsWork
 
 from ..cell import Outcome
-from ..kinds.attention import OpCase, spec_of
+from ..kinds.attention_call import OpCase, spec_of
 from . import topologies
 from .compilation import compile_program, judged_size, rejected
 from .programs import op_program
-from .schedules import scheduled
+from .tpu_schedules import scheduled
 
 # XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
 NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
@@ -30,7 +30,7 @@ NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 def compile_kernels(
     backend: CompilesKernels, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The facts of a :class:`attnsuite.suite.kinds.tuning.Trial` about kernels that are compiled outside XLA."""
+    """The facts of a :class:`attnsuite.suite.kinds.tuning_case.Trial` about kernels that are compiled outside XLA."""
     try:
         builds = backend.compile_kernels(spec, target, options)
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)

@@ -27,7 +27,7 @@ from attnsuite.backends.sharding import Sharded
 from attnsuite.backends.tunable import CompilesKernels, KernelBuild
 
 from ..cell import Case, Outcome
-from ..kinds.attention import OpCase, spec_of
+from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.model import ModelCase
 from ..measure import lint
 from ..record import Kernel, ProgramText
@@ -35,7 +35,7 @@ from ..user_function import is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
-from .schedules import scheduled
+from .tpu_schedules import scheduled
 
 NO_COMPILER = "there is no compiler for this device here."
 ROLE = ":"  # between a backend and its role

@@ -20,11 +20,11 @@ from attnsuite.backends import AttentionSpec, Backend, Layout, Plan, Target, pla
 from attnsuite.backends.contract import BackendWithRoles
 from attnsuite.models import ModelConfig
 from attnsuite.models.cache import slot_shapes
-from attnsuite.models.forward import forward_cached
+from attnsuite.models.forward_pass import forward_cached
 from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 
-from ..kinds.attention import OpCase, op_function, spec_of
+from ..kinds.attention_call import OpCase, op_function, spec_of
 from ..kinds.inputs import layout_of
 from ..kinds.model import ModelCase
 from ..kinds.model_program import prefill, train_step
@@ -43,7 +43,7 @@ class AbstractProgram:
 def op_program(
     case: OpCase, backend: Backend, target: Target, options: Mapping[str, Any] | None = None
 ) -> AbstractProgram:
-    """One attention call, see :func:`attnsuite.suite.kinds.attention.op_function`."""
+    """One attention call, see :func:`attnsuite.suite.kinds.attention_call.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
 
     def planned(layout: Layout) -> Plan:

@@ -20,7 +20,7 @@ from attnsuite.backends import Backend, Target
 from attnsuite.backends.sharding import MeshAxes, Sharded
 from attnsuite.models.sharding import shardings
 
-from ..kinds.attention import OpCase
+from ..kinds.attention_call import OpCase
 from ..kinds.model import ModelCase
 from . import topologies
 from .programs import AbstractProgram, attention_specs

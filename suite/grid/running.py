@@ -21,7 +21,7 @@ from .. import peers, typed
 from ..cell import Cell, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import checked, kind_of, make_case
-from ..measure import judge, plausible
+from ..measure import plausible, tensor_errors
 from ..measure.speed import Sampling
 from ..record import Environment, Measured, Record, RecordError
 from ..statistics import FEWEST
@@ -307,7 +307,7 @@ def _judge(each: Running, reference: Path, context: RunContext, references: Refe
             path,
             exact=bool(each.cell.exact) or not is_held,
         )
-    each.outcome = judge.judged(dataclasses.replace(each.outcome, accuracy=accuracy), exact=is_held)
+    each.outcome = tensor_errors.judged(dataclasses.replace(each.outcome, accuracy=accuracy), exact=is_held)
 
 
 def _recheck(each: Running, seed: int, context: RunContext, references: References) -> None:
@@ -316,7 +316,7 @@ def _recheck(each: Running, seed: int, context: RunContext, references: Referenc
         return  # an approximation is judged beside controls, and only whole
     with _outputs(each, context, work.saved_outputs) as (path, call):
         errors = references.recheck(make_case(each.cell.problem), path, seed, typed.convert(call, Size))
-    if errors is not None and (sentence := judge.describe_failure(errors)):
+    if errors is not None and (sentence := tensor_errors.describe_failure(errors)):
         raise CellFailure("wrong", f"a timed call gave {sentence}")
 
 

@@ -29,20 +29,20 @@ ENTRY_POINT_GROUP = "attnsuite.kinds"
 
 # In the order of a report's tables.
 BUILT_IN = (
-    "attention:ATTENTION",
+    "attention_call:ATTENTION",
     "caller:CALLER",
     "block:BLOCK",
     "model:MODEL",
-    "text:TEXT",
-    "cache:CACHE",
-    "serving:SERVING",
-    "retrieval:RETRIEVAL",
-    "kascade.selection:SELECTION",
+    "text_case:TEXT",
+    "cache_case:CACHE",
+    "serving_case:SERVING",
+    "retrieval_case:RETRIEVAL",
+    "kascade.selection_case:SELECTION",
     "kascade.stack:STACK",
     "loss_curve:LOSS_CURVE",
-    "sharded:SHARDED",
-    "tuning:TUNING",
-    "conformance:CONFORMANCE",
+    "sharded_case:SHARDED",
+    "tuning_case:TUNING",
+    "conformance_case:CONFORMANCE",
 )
 
 

@@ -24,11 +24,11 @@ from attnsuite.backends import Backend, Layout, Plan, Target, oracle, plan, regi
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import execution
 from ..measure.fresh import Draw, renewed
-from ..measure.judge import save_reference
 from ..measure.program import Program
+from ..measure.tensor_errors import save_reference
 from ..record import TensorError
 from ..typed import Count
-from .attention import judged_case
+from .attention_call import judged_case
 from .formulas import ITEM_BYTES, op_flops, op_tokens
 from .inputs import layout_of
 from .kind import Kind, of_backends

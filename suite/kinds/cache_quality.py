@@ -11,11 +11,11 @@ from attnsuite.models import KVCache, TextFile, Transformer
 from attnsuite.models.cache import Quantised, Slots
 
 from ..cell import Outcome
-from ..measure.judge import as_model_error
+from ..measure.tensor_errors import as_model_error
 from ..record import TensorError
-from .cache import CONTROL, DTYPES, CacheCase
+from .cache_case import CONTROL, DTYPES, CacheCase
 from .model_program import model_config, open_model
-from .quality import HeldOut, read_text, window_by_window
+from .model_quality import HeldOut, read_text, window_by_window
 
 
 def checked(case: CacheCase, text: TextFile | None) -> HeldOut:

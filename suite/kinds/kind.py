@@ -15,7 +15,7 @@ from attnsuite.backends import AttentionSpec, BackendUnavailableError, Resolutio
 from .. import peers, typed
 from ..cell import Case, Cell, Means, Prepared, Request
 from ..errors import InputError
-from ..measure.judge import judge_outputs
+from ..measure.tensor_errors import judge_outputs
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -137,7 +137,7 @@ class Kind:
     ) -> dict[str, TensorError]:
         """Judge the outputs of a cell by ``reference``, in a process that has loaded no code of the user.
 
-        Here every row is judged as an ``exact`` one, by the reference of ``measure.judge.save_reference``. Raises
+        Here every row is judged as an ``exact`` one, by the reference of ``tensor_errors.save_reference``. Raises
         CellFailure for outputs of another name, shape or dtype. Only of a kind that ``judges_in_subprocess``.
         """
         return judge_outputs(outputs, reference, case.dtype)

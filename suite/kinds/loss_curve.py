@@ -195,17 +195,17 @@ class LossCurves(Kind):
 
         Raises InputError for a preset that does not exist or reads no bytes.
         """
-        from . import training  # noqa: PLC0415
+        from . import curve_training  # noqa: PLC0415
 
         others = [name for name in backends_of(request) if name != "standard"]
         on_mesh = [f"{name}@{case.mesh}" for name in ("standard", *others)] if case.mesh else []
-        return [training.cell_of(case, run_of(row)) for row in (*standard_runs(), *others, *on_mesh)]
+        return [curve_training.cell_of(case, run_of(row)) for row in (*standard_runs(), *others, *on_mesh)]
 
     def prepare(self, cell: Cell, case: TrainingCase, means: Means) -> Prepared:
         """Train; nothing is timed."""
-        from . import training  # noqa: PLC0415
+        from . import curve_training  # noqa: PLC0415
 
-        return Prepared(training.trained(case, run_of(cell.row)))
+        return Prepared(curve_training.trained(case, run_of(cell.row)))
 
 
 LOSS_CURVE = LossCurves()

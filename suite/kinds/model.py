@@ -22,7 +22,7 @@ from ..cell import Cell, Means, Prepared, Request
 from ..errors import InputError
 from ..measure import execution
 from ..measure.fresh import Draw
-from ..measure.judge import as_model_error
+from ..measure.tensor_errors import as_model_error
 from ..record import TensorError
 from ..typed import Count, Seed
 from .kind import (

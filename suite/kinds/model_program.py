@@ -22,7 +22,7 @@ from attnsuite.backends.contract import SelectedShare, SelectsKeys
 from attnsuite.models import KVCache, ModelConfig, Transformer
 from attnsuite.models.cache import Slots, default_dtype
 from attnsuite.models.config import AttentionType
-from attnsuite.models.forward import forward_cached
+from attnsuite.models.forward_pass import forward_cached
 from attnsuite.models.parameters import parameter_shapes
 from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
 from attnsuite.models.training import Batch, loss_and_gradient, training_step

@@ -13,8 +13,8 @@ from attnsuite.models.serving import Request, Served, Sizes, ragged_problem, ser
 
 from ..cell import Outcome
 from .model_program import cache_figures, model_config, open_model
-from .quality import read_text
-from .serving import ServingCase
+from .model_quality import read_text
+from .serving_case import ServingCase
 
 
 def checked(case: ServingCase, text: TextFile | None) -> ModelConfig:

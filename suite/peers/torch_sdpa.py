@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[
 
 from attnsuite.backends.contract import may_attend
 
-from ..kinds.attention import OpCase, spec_of
+from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.inputs import make_inputs
 from ..measure.fresh import Draw
 from ..measure.program import Program

@@ -21,7 +21,7 @@ class Doctor:
 
 def run(command: Doctor) -> int:
     """Print what this machine has."""
-    from ..doctor import describe, examine_here
+    from ..diagnosis import describe, examine_here
 
     found = examine_here()
     if command.json:

@@ -32,8 +32,8 @@ class Harvest:
 def run(command: Harvest) -> int:
     """Print or write the suite file; exit code 1 where no call can be a case."""
     from ..files import check_file, write_text
-    from ..harvest import traced
     from ..harvest_suite import problems_of, to_toml
+    from ..traced_calls import traced
     from ..user_function import check_reference, load_module
 
     path, _, name = check_reference(command.script, _FORM).rpartition(":")
@@ -72,8 +72,8 @@ def run(command: Harvest) -> int:
 
 def _say_masks(script: str, found: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Say which mask arrays a flag would say, from a run of the step; nothing where it passes none."""
-    from ..harvest import executed
     from ..mask_arrays import sentences
+    from ..traced_calls import executed
 
     if not any(call.spec is not None and call.spec.has_mask for call in found.calls):
         return

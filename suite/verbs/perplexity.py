@@ -47,9 +47,9 @@ class Perplexity:
 
 def run(command: Perplexity) -> int:
     """Measure, print, and write the record."""
-    from .. import perplexity
+    from .. import layerwise_perplexity
     from ..flag_values import parse_options
-    from ..grid.run import checked_text
+    from ..grid.run_grid import checked_text
 
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:
@@ -57,7 +57,7 @@ def run(command: Perplexity) -> int:
     if command.random_tokens and command.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
     text = text_of(command)
-    request = perplexity.StreamRequest(
+    request = layerwise_perplexity.StreamRequest(
         model=command.model,
         text=None if text is None else checked_text(text),
         random_tokens=command.random_tokens,
@@ -71,6 +71,6 @@ def run(command: Perplexity) -> int:
         against=command.against,
         out=directory(command.out, "perplexity"),
     )
-    found = perplexity.run(request)
+    found = layerwise_perplexity.run(request)
     print(*found.lines, f"record: {found.path}", sep="\n")
     return NO_RESULT if found.record.status == "wrong" else 0

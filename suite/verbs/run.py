@@ -15,7 +15,7 @@ from .flags import OnFleet, added, directory_of, flag, fleet_of, limits_of, prog
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..grid.run import RunGrid
+    from ..grid.run_grid import RunGrid
     from ..model_suite import ModelSuiteFlags
 
 
@@ -182,7 +182,7 @@ def _verdicts(request: RunGrid) -> tuple[Path, ...]:
 
 def _request(command: Run) -> RunGrid:
     from ..flag_values import spelled
-    from ..grid.run import new_request, resumed_request
+    from ..grid.run_grid import new_request, resumed_request
     from ..suites import parse_shard
 
     shard = None if command.shard is None else parse_shard(command.shard)

@@ -72,7 +72,7 @@ def run(command: Train) -> int:
     """Train, from the start or from what was saved."""
     from attnsuite.models.lora import LoraConfig
 
-    from .. import train as training
+    from .. import training_run as training
     from ..flag_values import parse_options, parts_of
     from ..host_devices import make_host_devices, parse_mesh
 

@@ -219,7 +219,7 @@ def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype,
     model = one_layer(kind)
     found, cache = run(model, kv_dtype, page_size=page_size)
     rounded_write.kv_dtype = kv_dtype
-    monkeypatch.setattr("attnsuite.models.forward.write", rounded_write)
+    monkeypatch.setattr("attnsuite.models.forward_pass.write", rounded_write)
     # Another length of the model has programs of its own, which are traced with the other writer.
     wanted, _ = run(model.with_config(max_length=2049), "float32")
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig, RopeScaling, Transformer
-from attnsuite.models.forward import documents, forward
+from attnsuite.models.forward_pass import documents, forward
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.rope import inverse_frequencies
 from landing import swept

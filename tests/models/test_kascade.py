@@ -21,8 +21,8 @@ from attnsuite.backends.kascade import (
 )
 from attnsuite.models import load_shipped, next_token_loss, open_checkpoint, retrieval, save, streamed_nats
 from attnsuite.models.config import ModelConfig
-from attnsuite.models.forward import forward
-from attnsuite.models.kascade import calibration
+from attnsuite.models.forward_pass import forward
+from attnsuite.models.kascade import calibration as calibration
 from attnsuite.models.kascade.loss_search import schedule_by_loss, schedule_losses
 from attnsuite.models.loss import token_nats
 from attnsuite.models.planning import resolve_attention

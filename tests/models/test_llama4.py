@@ -11,7 +11,7 @@ import pytest
 
 from attnsuite.backends import Layout
 from attnsuite.models import CheckpointError, ModelConfig, Transformer
-from attnsuite.models.forward import layer_forward, turns_of
+from attnsuite.models.forward_pass import layer_forward, turns_of
 from attnsuite.models.huggingface import from_hf
 from attnsuite.models.parameters import checkpoint_names
 from attnsuite.models.planning import resolve_attention

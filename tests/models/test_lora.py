@@ -11,7 +11,7 @@ import pytest
 from safetensors.flax import load_file, save_file
 
 from attnsuite.models import CheckpointError, ModelConfig, Transformer, lora
-from attnsuite.models.forward import forward
+from attnsuite.models.forward_pass import forward
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, loss_and_gradient
 

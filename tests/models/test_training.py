@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from attnsuite.models import ModelConfig, Transformer
-from attnsuite.models.forward import forward
+from attnsuite.models.forward_pass import forward
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, compiled_step, loss_and_gradient, training_step

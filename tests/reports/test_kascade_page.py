@@ -8,12 +8,12 @@ import pytest
 
 from attnsuite.reports.cells import group
 from attnsuite.reports.kascade import tables as kascade
-from attnsuite.reports.pages.run import build
+from attnsuite.reports.pages.measurements import build
 from attnsuite.reports.plot import draw
 from attnsuite.reports.read import load
 from attnsuite.suite.kinds import kind_of, problem_of
 from attnsuite.suite.kinds.kascade.methods import CONTROLS
-from attnsuite.suite.kinds.kascade.selection import SelectionCase
+from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.stack import StackCase
 
 GATE = SelectionCase(kind="kascade_gate", sequence=1024, tile_size=32, top_k=0.25)

@@ -12,7 +12,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import block, make_case
 from attnsuite.suite.kinds.block import BLOCK, BlockCase
 from attnsuite.suite.measure.fresh import Draw
-from attnsuite.suite.measure.judge import judged
+from attnsuite.suite.measure.tensor_errors import judged
 
 DRAW = Draw(7)
 

@@ -9,7 +9,7 @@ import pytest
 from attnsuite.backends import Target, registry
 from attnsuite.suite.compile.by_hand import BY_HAND, by_hand
 from attnsuite.suite.compile.programs import AbstractProgram, op_program
-from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.measure import lint
 
 CASE = OpCase(kind="op_forward", sequence=128)

@@ -295,7 +295,7 @@ def test_a_function_cannot_reach_its_judge(tmp_path, apart):
     names = ["honest", "answer_in_its_frames", "zeros_and_the_judge_replaced"]
     script = f"""
 from attnsuite.suite.grid import work
-from attnsuite.suite.kinds.conformance import CONFORMANCE, ConformanceCase, judged
+from attnsuite.suite.kinds.conformance_case import CONFORMANCE, ConformanceCase, judged
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.cell import Cell
 from attnsuite.backends import Target

@@ -27,15 +27,15 @@ from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import find_cells
-from attnsuite.suite.kinds import model_program, quality
-from attnsuite.suite.kinds.kascade import calibrate as calibration_verb
+from attnsuite.suite.kinds import model_program, model_quality
+from attnsuite.suite.kinds.kascade import calibration_run as calibration_verb
 from attnsuite.suite.kinds.kascade import dense
-from attnsuite.suite.kinds.kascade.flags import applied
-from attnsuite.suite.kinds.kascade.schedules import ScheduleFlags
-from attnsuite.suite.kinds.kascade.selection import SelectionCase
+from attnsuite.suite.kinds.kascade.case_flags import applied
+from attnsuite.suite.kinds.kascade.schedule_flags import ScheduleFlags
+from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.kinds.text import TextCase
-from attnsuite.suite.measure import text as suite_text
+from attnsuite.suite.kinds.text_case import TextCase
+from attnsuite.suite.measure import tokens as suite_text
 from attnsuite.suite.store import parse_records
 from command import code_of
 
@@ -145,16 +145,16 @@ def test_no_unigram_model_beats_the_one_that_knows_the_frequencies():
 @pytest.mark.parametrize(("name", "valid"), [("shipped", True), ("untrained", False)])
 def test_a_model_that_learned_nothing_does_not_beat_unigrams(name, valid, request):
     case = TextCase(model=str(request.getfixturevalue(name)), sequence=64, sequences=6)
-    found = quality.perplexity(case, "standard", None)
+    found = model_quality.perplexity(case, "standard", None)
     assert (found.quality["bits_per_byte"] < found.quality["unigram_bits_per_byte"]) == valid
-    rows = quality.read_text(case, model_program.model_config(case), None).rows
+    rows = model_quality.read_text(case, model_program.model_config(case), None).rows
     nats = token_nats(model_program.open_model(case)(rows[:, :-1], backend="standard"), rows[:, 1:]).mean()
     assert found.quality["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
 
 
 def test_bits_are_counted_per_byte_of_the_text(tokenized):
     save(Transformer(ModelConfig.from_preset("debug", vocab_size=512, num_layers=1)), tokenized)
-    found = quality.perplexity(TextCase(model=str(tokenized), sequence=32, sequences=6), "standard", None).quality
+    found = model_quality.perplexity(TextCase(model=str(tokenized), sequence=32, sequences=6), "standard", None).quality
     bytes_per_token = len(PROSE) / len(by_words(front=()).encode(PROSE.tobytes().decode()))
     assert bytes_per_token == pytest.approx(3.0, rel=0.01)
     assert found["bits_per_byte"] == pytest.approx(found["nll_mean"] / math.log(2) / bytes_per_token)
@@ -244,7 +244,7 @@ def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped,
         said[model] = capsys.readouterr().out
         assert "GiB more than at the start" in said[model]
     case = TextCase(model=str(shipped), sequence=64, sequences=6)
-    figures = quality.perplexity(case, "standard", None).quality
+    figures = model_quality.perplexity(case, "standard", None).quality
     assert f"perplexity per token: {figures['perplexity']:.4f} over {6 * 63} tokens" in said[shipped]
     assert f"bits per byte: {figures['bits_per_byte']:.4f}" in said[shipped]
     assert "INVALID" not in said[shipped]
@@ -265,6 +265,6 @@ def test_a_real_tokenizer_is_read_beside_a_checkpoint(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     save(Transformer(ModelConfig.from_preset("debug", vocab_size=len(words), num_layers=1)), tmp_path)
     case = TextCase(model=str(tmp_path), sequence=32, sequences=6)
-    found = quality.read_text(case, model_program.model_config(case), None)
+    found = model_quality.read_text(case, model_program.model_config(case), None)
     assert found.rows[:, 0].tolist() == [1] * 6
     assert found.rows[0, 1:].tolist() == [words[word] for word in PROSE.tobytes().decode().split()[1:32]]

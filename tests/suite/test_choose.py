@@ -11,7 +11,7 @@ from attnsuite.backends.devices import usable_cores
 from attnsuite.suite.choosing import measured, score, sources_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
-from attnsuite.suite.kinds.attention import OpCase, spec_of
+from attnsuite.suite.kinds.attention_call import OpCase, spec_of
 from command import code_of
 
 HERE = str(Target.here())

@@ -26,8 +26,8 @@ from attnsuite.suite.compile.programs import (
 )
 from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_STEPS, CompileGrid, longest
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds.attention import OpCase, spec_of
-from attnsuite.suite.kinds.attention import op_program as measured_program
+from attnsuite.suite.kinds.attention_call import OpCase, spec_of
+from attnsuite.suite.kinds.attention_call import op_program as measured_program
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.store import RECORDS
 from command import code_of

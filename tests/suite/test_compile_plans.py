@@ -17,11 +17,11 @@ from attnsuite.models import load_shipped, save
 from attnsuite.suite import model_suite
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program
-from attnsuite.suite.kinds.attention import OpCase, op_program
-from attnsuite.suite.kinds.kascade import controls, dense, quality, stack_program
-from attnsuite.suite.kinds.kascade.flags import applied
+from attnsuite.suite.kinds.attention_call import OpCase, op_program
+from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_program
+from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.methods import METHODS
-from attnsuite.suite.kinds.kascade.selection import SelectionCase
+from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.suites import CPU_SPEED, FULL, QUICK, SUITES
@@ -153,9 +153,9 @@ def traced_row(case, row):
     model = dense.case_model(case)
     schedule = manual((0, 2), num_layers=model.config.num_layers, kv_heads=model.config.kv_heads)
     tokens = jax.numpy.zeros((dense.AT_ONCE, case.sequence), jax.numpy.int32)
-    run = quality._program(case, model, row, schedule)
-    settings = quality.settings_of(case)
-    spec = quality._spec(case, model.config)
+    run = row_quality._program(case, model, row, schedule)
+    settings = row_quality.settings_of(case)
+    spec = row_quality._spec(case, model.config)
     return jaxpr(run, tokens), controls.row_settings(row, settings, spec, Target.here())[1]
 
 

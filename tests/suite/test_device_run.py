@@ -13,12 +13,12 @@ from attnsuite.reports.pages.conformance import reproducer
 from attnsuite.suite import device_run
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid import executors, run
+from attnsuite.suite.grid import executors, run_grid
 from attnsuite.suite.grid.executors import Limits
-from attnsuite.suite.grid.run import new_request
+from attnsuite.suite.grid.run_grid import new_request
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
-from attnsuite.suite.verbs import run as run_verb
+from attnsuite.suite.verbs import run_grid as run_verb
 from attnsuite.suite.verbs.flags import resuming
 from attnsuite.testing.problems import CASES
 from command import code_of
@@ -68,9 +68,9 @@ def test_what_matters_most_is_first_and_is_said_first(monkeypatch, tmp_path):
 @pytest.mark.parametrize("others", ["2 other processes", None])
 @pytest.mark.parametrize("busy", [False, True])
 def test_gpu_that_others_use_is_refused_unless_asked_for(monkeypatch, tmp_path, target, others, busy):
-    for module in (device_run, run):
+    for module in (device_run, run_grid):
         monkeypatch.setattr(module, "used_by_others", lambda: others)
-    monkeypatch.setattr(run, "probe", lambda _: ({"target": target}, []))
+    monkeypatch.setattr(run_grid, "probe", lambda _: ({"target": target}, []))
     quick = dataclasses.replace(new_request("quick", "standard", None, None, tmp_path, LIMITS), busy=busy)
     for start in (quick.look, lambda: found(monkeypatch, tmp_path, target, {"standard"}, busy=busy)):
         refused = target.startswith("cuda") and others and not busy

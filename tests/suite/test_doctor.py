@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from attnsuite.suite.doctor import describe
+from attnsuite.suite.diagnosis import describe
 
 
 @pytest.fixture(scope="module")

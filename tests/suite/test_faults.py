@@ -12,9 +12,9 @@ import pytest
 
 from attnsuite.backends import BackendFallbackWarning, Target, resolve
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid import run as grid
+from attnsuite.suite.grid import run_grid as grid
 from attnsuite.suite.grid.running import Limits
-from attnsuite.suite.kinds.attention import INTERPRETED_LENGTH, OpCase, spec_of
+from attnsuite.suite.kinds.attention_call import INTERPRETED_LENGTH, OpCase, spec_of
 from attnsuite.suite.store import RECORDS, parse_records
 from command import bring_workers_here, code_of, known_machine
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from attnsuite.backends.contract import may_attend
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
-from attnsuite.suite.kinds.attention import OpCase, spec_of
+from attnsuite.suite.kinds.attention_call import OpCase, spec_of
 from attnsuite.suite.kinds.formulas import document_ids, op_bytes, op_flops, visible_pairs
 from attnsuite.suite.kinds.inputs import make_inputs
 

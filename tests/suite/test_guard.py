@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from attnsuite.suite import command_line
-from attnsuite.suite.grid import run as grid_run
+from attnsuite.suite.grid import run_grid as grid_run
 
 GUARD = Path(__file__).parents[2] / "docs" / "how-to" / "guard.md"
 KERNELS = """

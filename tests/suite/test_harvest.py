@@ -22,9 +22,9 @@ from attnsuite.models.parameters import initialise
 from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, training_step
 from attnsuite.suite import step_time
-from attnsuite.suite.harvest import Harvest, harvest, traced
 from attnsuite.suite.harvest_suite import NOT_IN_A_CASE, problems_of, to_toml
 from attnsuite.suite.suites import find_suite
+from attnsuite.suite.traced_calls import Harvest, harvest, traced
 from command import code_of
 
 HERE = "test_harvest.py"

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from attnsuite.reports.files import to_csv
-from attnsuite.reports.pages import run as page
+from attnsuite.reports.data_files import to_csv
+from attnsuite.reports.pages import measurements as page
 from attnsuite.reports.read import Run
 from attnsuite.suite.grid import folders
 from attnsuite.suite.store import RunStore

@@ -13,8 +13,8 @@ from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.imported import TOKAMAX, as_tokamax, import_tables, sources_of
 from attnsuite.suite.kinds import checked, problem_of
-from attnsuite.suite.kinds.attention import OpCase
-from attnsuite.suite.kinds.tuning import Trial, Trials
+from attnsuite.suite.kinds.attention_call import OpCase
+from attnsuite.suite.kinds.tuning_case import Trial, Trials
 from attnsuite.suite.record import Record
 from command import code_of
 

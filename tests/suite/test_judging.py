@@ -20,10 +20,10 @@ from attnsuite.suite.cell import Outcome, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import work
 from attnsuite.suite.grid.probe import find_cells
-from attnsuite.suite.grid.run import new_request, resumed_request
+from attnsuite.suite.grid.run_grid import new_request, resumed_request
 from attnsuite.suite.grid.running import Limits
-from attnsuite.suite.kinds import conformance as conformance_kind
-from attnsuite.suite.kinds.conformance import ConformanceCase
+from attnsuite.suite.kinds import conformance_case as conformance_kind
+from attnsuite.suite.kinds.conformance_case import ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
 from command import code_of

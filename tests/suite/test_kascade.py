@@ -17,11 +17,11 @@ from attnsuite.models.planning import attention_spec
 from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
-from attnsuite.suite.kinds.kascade import dense, quality, stack_program
+from attnsuite.suite.kinds.kascade import dense, row_quality, stack_program
+from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
-from attnsuite.suite.kinds.kascade.flags import applied
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
-from attnsuite.suite.kinds.kascade.selection import SELECTION, SelectionCase
+from attnsuite.suite.kinds.kascade.selection_case import SELECTION, SelectionCase
 from attnsuite.suite.kinds.kascade.shared import SCORES
 from attnsuite.suite.kinds.kascade.stack import StackCase
 from attnsuite.suite.suites import QUICK, SUITES
@@ -140,7 +140,7 @@ def gate(tmp_path_factory):
 
 @functools.cache
 def of_gate(gate, name):
-    return quality.measure(GATE, name, gate, None)
+    return row_quality.measure(GATE, name, gate, None)
 
 
 @pytest.mark.thorough
@@ -159,7 +159,7 @@ def test_gate_finds_all_with_kascade_and_every_control_fails(gate):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_kascade_finds_all_at_the_flops_that_it_says(gate, phase):
     case = dataclasses.replace(GATE, name="", phase=phase)
-    found = (of_gate(gate, "kascade") if case == GATE else quality.measure(case, "kascade", gate, None)).quality
+    found = (of_gate(gate, "kascade") if case == GATE else row_quality.measure(case, "kascade", gate, None)).quality
     assert found["recall"] == 1.0
     assert found["flops"] == pytest.approx(expected_flops(case), rel=1e-6)
 
@@ -181,7 +181,7 @@ def test_decode_cases_are_decode_only_but_for_the_row_that_fills_its_own_cache()
     asked = {}
     for row in ("quest", "kascade", "kascade_both_phases"):
         with pytest.raises(Filled) as filled:
-            quality._program(case, Watching(), row, schedule)(jnp.zeros((4, 256), jnp.int32))
+            row_quality._program(case, Watching(), row, schedule)(jnp.zeros((4, 256), jnp.int32))
         shape, asked[row] = filled.value.args
         assert shape == (4, 256 - 16)  # the tokens before those that are decoded
     assert asked["kascade"] == asked["quest"] == {"backend": "standard", "last_only": True}
@@ -314,7 +314,7 @@ def test_each_row_is_trained_with_its_own_attention_before_it_is_measured(tmp_pa
     dense.write_dense(case, reference := tmp_path / "reference.npz", None)
     lost = {}
     for method in ("dense", "kascade", "random_tiles", "other_model"):
-        series = quality.measure(case, method, reference, None).series
+        series = row_quality.measure(case, method, reference, None).series
         lost[method] = np.mean(np.subtract(series["nll"], series["standard_nll"]))
     assert abs(lost["dense"]) < 1e-4
     assert min(lost["random_tiles"], lost["other_model"]) > 0.02 + abs(lost["kascade"])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from attnsuite.backends.kascade import greedy_by_loss, load_calibration
-from attnsuite.suite.kinds.kascade import calibrate
+from attnsuite.suite.kinds.kascade import calibration_run
 from command import code_of
 
 SMALL = """
@@ -39,7 +39,7 @@ def test_calibrate_writes_what_was_measured_and_prints_the_schedule(tmp_path, ca
         asked.append((prompts.shape, anchors))
         return greedy_by_loss(calibration, anchors, lambda schedules: [-s.anchors[-1] for s in schedules])
 
-    monkeypatch.setattr(calibrate, "schedule_by_loss", by_loss)
+    monkeypatch.setattr(calibration_run, "schedule_by_loss", by_loss)
     words = "calibrate --prompts 2 --length 96 --schedule greedy-loss --anchors 3"
     assert code_of(*words.split(), "--out", out) == 0
     printed = capsys.readouterr().out

@@ -30,8 +30,8 @@ import numpy as np
 
 from attnsuite.suite.cell import Prepared
 from attnsuite.suite.kinds.kind import Kind, cell, check_fields, name_case, refused
-from attnsuite.suite.measure import execution, judge
-from attnsuite.suite.measure.judge import as_model_error
+from attnsuite.suite.measure import execution, tensor_errors
+from attnsuite.suite.measure.tensor_errors import as_model_error
 from attnsuite.suite.measure.program import Program
 from attnsuite.suite.typed import Count
 
@@ -75,7 +75,7 @@ class Product(Kind):
         errors = {"product": as_model_error(out, product, None, "float32")}
         figures = {"sums": case.size**2, "cells_read": 2 * case.size**2}
         facts = dataclasses.replace(facts, flops=2.0 * case.size**3, accuracy=errors, figures=figures)
-        return Prepared(judge.judged(facts, exact=True), sample)
+        return Prepared(tensor_errors.judged(facts, exact=True), sample)
 
 
 PRODUCT = Product()

@@ -9,7 +9,7 @@ import pytest
 
 from attnsuite.backends import kvax
 from attnsuite.suite.cell import Outcome
-from attnsuite.suite.compile import launches, schedules
+from attnsuite.suite.compile import launches, tpu_schedules
 from attnsuite.suite.record import Kernel
 
 HLO = """  %fusion.1 = bf16[8]{0} fusion(%p), calls=%fused
@@ -116,7 +116,7 @@ def test_code_that_the_assembler_refuses_is_a_sentence(tmp_path, assembler):
 
 def test_dump_of_a_gpu_is_read_where_its_flags_are_set(tmp_path, monkeypatch, assembler):
     monkeypatch.setenv("XLA_FLAGS", "--xla_own=1")
-    (flags,) = schedules.variables(tmp_path, "cuda").values()
+    (flags,) = tpu_schedules.variables(tmp_path, "cuda").values()
     assert flags == f"--xla_own=1 --xla_dump_to={tmp_path} --xla_dump_emitter_re=ptx"
     monkeypatch.setenv("XLA_FLAGS", flags)
 
@@ -124,7 +124,7 @@ def test_dump_of_a_gpu_is_read_where_its_flags_are_set(tmp_path, monkeypatch, as
         dump(tmp_path)
         return Outcome(kernels=(ATTEND,), notes=("a note",))
 
-    found = schedules.scheduled(tmp_path, work)
+    found = tpu_schedules.scheduled(tmp_path, work)
     assert (found.kernels[:2], len(found.kernels), found.notes) == ((ATTEND, ATTEND), 3, ("a note",))
-    assert schedules.scheduled(tmp_path, Outcome).notes == (launches.NO_KERNEL,)
-    assert schedules.scheduled(tmp_path, lambda: Outcome(kernels=(ATTEND,))) == Outcome(kernels=(ATTEND,))
+    assert tpu_schedules.scheduled(tmp_path, Outcome).notes == (launches.NO_KERNEL,)
+    assert tpu_schedules.scheduled(tmp_path, lambda: Outcome(kernels=(ATTEND,))) == Outcome(kernels=(ATTEND,))

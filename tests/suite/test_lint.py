@@ -9,7 +9,7 @@ import pytest
 
 from attnsuite.backends import Target, make_spec, registry
 from attnsuite.suite.cell import Means
-from attnsuite.suite.kinds.attention import OpCase, op_program, spec_of
+from attnsuite.suite.kinds.attention_call import OpCase, op_program, spec_of
 from attnsuite.suite.measure import execution, lint
 from attnsuite.suite.measure.program import Program
 

@@ -19,7 +19,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import is_measured, one_after_another, refused
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.running import Limits, RunContext, Running
-from attnsuite.suite.kinds import loss_curve, training
+from attnsuite.suite.kinds import curve_training, loss_curve
 from attnsuite.suite.kinds.loss_curve import (
     LOSS_CURVE,
     LossCurve,
@@ -51,7 +51,7 @@ def context():
 def trained(case, *rows):
     """The records of these backends and of the standard's own runs, of a small model, trained in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "config_of", lambda _: CONFIG)
+        patch.setattr(curve_training, "config_of", lambda _: CONFIG)
         cells = LOSS_CURVE.cells(case, Request(rows=rows, cases=(case,)))
         return [
             Running(cell, outcome=LOSS_CURVE.prepare(cell, case, mock.Mock()).outcome).record(context())
@@ -103,7 +103,7 @@ def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_no
 
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
     with pytest.raises(InputError, match="mesh heads=4096 needs 4096 devices; there are"):
-        training.trained(dataclasses.replace(CASE, name="", preset="debug"), run_of("standard@heads=4096"))
+        curve_training.trained(dataclasses.replace(CASE, name="", preset="debug"), run_of("standard@heads=4096"))
 
 
 def test_noise_is_other_sums_of_the_same_loss(curves):
@@ -113,7 +113,7 @@ def test_noise_is_other_sums_of_the_same_loss(curves):
     assert len(noise) == loss_curve.NOISE_RUNS
     assert 0 < distance.max() < 1e-4
     params = Transformer(CONFIG).arrays()
-    moved = training.reordered(params, np.random.default_rng(1).permutation(32))
+    moved = curve_training.reordered(params, np.random.default_rng(1).permutation(32))
     for matrix in ("q_proj", "o_proj", "down_proj", "input_layernorm"):
         a, b = params["layers"][0][matrix], moved["layers"][0][matrix]
         assert a.shape == b.shape

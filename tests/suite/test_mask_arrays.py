@@ -11,7 +11,7 @@ from attnsuite import backends
 from attnsuite.backends import AttentionSpec
 from attnsuite.suite import mask_arrays
 from attnsuite.suite.command_line import main
-from attnsuite.suite.harvest import executed
+from attnsuite.suite.traced_calls import executed
 
 T = 12
 CAUSAL = np.tril(np.ones((T, T), bool))

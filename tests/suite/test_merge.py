@@ -8,10 +8,10 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.run import new_request
+from attnsuite.suite.grid.run_grid import new_request
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import problem_of
-from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.merge import merge
 from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, TextIdentity
 from attnsuite.suite.suites import Shard, find_suite, parse_shard

@@ -13,9 +13,9 @@ from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import kind_of, problem_of
-from attnsuite.suite.kinds.attention import ATTENTION, OpCase
+from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.measure import judge
+from attnsuite.suite.measure import tensor_errors
 from attnsuite.suite.measure.program import named_outputs
 from attnsuite.suite.peers import PEERS, mkl
 from attnsuite.suite.reportable import shows_speed
@@ -45,8 +45,8 @@ def test_peer_computes_the_same_problem_or_says_why_not(tmp_path, name, case):
     if program.arrays is not None:
         outputs = program.arrays(outputs)
     ATTENTION.write_reference(case, tmp_path / "reference.npz", None, None)
-    errors = judge.judge_outputs(named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
-    assert judge.describe_failure(errors) is None
+    errors = tensor_errors.judge_outputs(named_outputs(outputs), tmp_path / "reference.npz", case.dtype)
+    assert tensor_errors.describe_failure(errors) is None
 
 
 def test_jax_nn_is_never_refused_for_a_package():
@@ -78,7 +78,7 @@ def test_unthrottled_row_is_refused_where_there_is_no_brake(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::attnsuite.backends.BackendFallbackWarning")
 def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 4)
+    monkeypatch.setattr("attnsuite.suite.kinds.attention_call.usable_cores", lambda: 4)
     rows = ("standard", "chunked", "cudnn", "jax_nn", "transformers")
     found = find_cells(rows, (CASES[0],), all_cores=True)
     cells = [(cell.row, cell.devices, cell.mode) for cell in found["cells"]]
@@ -92,7 +92,7 @@ def test_plans_hold_a_cell_per_peer_of_the_kind_and_one_for_all_cores(monkeypatc
 
 
 def test_what_cannot_be_divided_has_no_cell_for_all_cores(monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.kinds.attention.usable_cores", lambda: 3)
+    monkeypatch.setattr("attnsuite.suite.kinds.attention_call.usable_cores", lambda: 3)
     found = find_cells(("chunked",), (CASES[0],), all_cores=True)
     assert [cell.devices for cell in found["cells"]] == [1]
 

@@ -10,13 +10,13 @@ import pytest
 from attnsuite.backends.resolve import PRIORITY
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save, write_random
 from attnsuite.models.weights import load, shipped
-from attnsuite.suite import perplexity as perplexity_run
+from attnsuite.suite import layerwise_perplexity as perplexity_run
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.flag_values import parse_options
-from attnsuite.suite.kinds import model_program, quality
+from attnsuite.suite.kinds import model_program, model_quality
 from attnsuite.suite.kinds.model import ModelCase
-from attnsuite.suite.kinds.retrieval import RetrievalCase
-from attnsuite.suite.kinds.text import TextCase
+from attnsuite.suite.kinds.retrieval_case import RetrievalCase
+from attnsuite.suite.kinds.text_case import TextCase
 from attnsuite.suite.store import parse_records
 from command import code_of
 
@@ -223,13 +223,13 @@ def test_options_are_scalars_and_words():
 @pytest.mark.thorough
 def test_a_runs_figures_of_kascade_say_what_was_kept_too():
     """``attnsuite run``: text, retrieval and whole models, where the options are the backend's own."""
-    text = quality.perplexity(TextCase(sequence=64, sequences=2), "kascade", None)
+    text = model_quality.perplexity(TextCase(sequence=64, sequences=2), "kascade", None)
     assert text.quality["kept_pairs"] == 1.0
     assert any(note.startswith("DENSE: every pair was kept") for note in text.notes)
-    recall = quality.recall(RetrievalCase(sequence=384, prompts=2), "kascade")
+    recall = model_quality.recall(RetrievalCase(sequence=384, prompts=2), "kascade")
     assert recall.quality["kept_pairs"] < 1.0
     assert recall.notes[0].startswith("kept: 0.")
-    exact = quality.recall(RetrievalCase(sequence=384, prompts=2), "standard")
+    exact = model_quality.recall(RetrievalCase(sequence=384, prompts=2), "standard")
     assert not exact.notes
     assert "kept_pairs" not in exact.quality
     case = ModelCase(kind="model_prefill", sequence=256, top_k=0.125, tile_size=16, anchors=2)

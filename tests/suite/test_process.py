@@ -26,7 +26,7 @@ from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import problem_of
-from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.attention_call import OpCase
 from command import WorkerHere
 from script import printed
 
@@ -45,7 +45,7 @@ def test_worker_compiles_although_the_user_has_a_cache_of_programs(tmp_path, mon
 
 def test_worker_starts_without_what_a_call_of_attention_does_not_need():
     """A process per cell: what each imports for nothing is paid as often as there are cells; also the command."""
-    modules = "attnsuite.suite.grid.worker, attnsuite.suite.grid.run, attnsuite.reports"
+    modules = "attnsuite.suite.grid.worker, attnsuite.suite.grid.run_grid, attnsuite.reports"
     uses = "from attnsuite.suite.verbs import flags, run; flags.text_of(run.Run())"
     code = f"import sys, {modules}; {uses}; print(*{{'flax', 'scipy.stats', 'matplotlib'}} & set(sys.modules))"
     assert not printed(code).split()

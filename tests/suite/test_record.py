@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsuite.suite.kinds import checked
-from attnsuite.suite.kinds.conformance import ConformanceFacts
+from attnsuite.suite.kinds.conformance_case import ConformanceFacts
 from attnsuite.suite.kinds.loss_curve import LossCurve
-from attnsuite.suite.kinds.sharded import Share
-from attnsuite.suite.kinds.tuning import Trial, Trials
+from attnsuite.suite.kinds.sharded_case import Share
+from attnsuite.suite.kinds.tuning_case import Trial, Trials
 from attnsuite.suite.record import Record, RecordError, TensorError
 from attnsuite.suite.store import read_record
 from attnsuite.suite.typed import printable

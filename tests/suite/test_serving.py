@@ -11,8 +11,8 @@ from attnsuite.backends import BackendFallbackWarning
 from attnsuite.suite import kinds
 from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds.cache import CACHE, CONTROL, CacheCase
-from attnsuite.suite.kinds.serving import SERVING, ServingCase
+from attnsuite.suite.kinds.cache_case import CACHE, CONTROL, CacheCase
+from attnsuite.suite.kinds.serving_case import SERVING, ServingCase
 
 
 def cells_of(case):

@@ -17,10 +17,10 @@ from attnsuite.backends import names
 from attnsuite.suite.cell import Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.references import References
-from attnsuite.suite.grid.run import RunGrid
+from attnsuite.suite.grid.run_grid import RunGrid
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import make_case
-from attnsuite.suite.kinds.sharded import SHARDED, ShardedCase
+from attnsuite.suite.kinds.sharded_case import SHARDED, ShardedCase
 from attnsuite.suite.measure.memory import machine_bytes
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.suites import find_suite
@@ -130,7 +130,7 @@ import jax, jax.numpy as jnp
 from attnsuite.backends import sharding, ring
 from attnsuite.suite.cell import Means
 from attnsuite.suite.cell import Request
-from attnsuite.suite.kinds.sharded import SHARDED, ShardedCase
+from attnsuite.suite.kinds.sharded_case import SHARDED, ShardedCase
 
 ALL, LONG = "data 2 x heads 2 x context 2", "heads 2 x context 4"
 

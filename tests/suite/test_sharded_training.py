@@ -25,7 +25,7 @@ from attnsuite.suite.host_devices import make_host_devices, parse_mesh
 mesh = parse_mesh("data=2,fsdp=2,heads=2")
 make_host_devices(mesh.count)
 from attnsuite.models import PRESETS
-from attnsuite.suite.train import LOSSES, TrainRequest, _started, execute, open_training
+from attnsuite.suite.training_run import LOSSES, TrainRequest, _started, execute, open_training
 PRESETS["nano"] = PRESETS["debug"] | dict(
     num_layers=1, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2
 )

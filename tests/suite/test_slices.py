@@ -8,7 +8,7 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.suite.compile import compilation as compile_cell
 from attnsuite.suite.compile import slices, topologies
-from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.model import ModelCase
 
 MODEL = ModelCase(kind="model_prefill", model="debug", sequence=64, dtype="bfloat16", new_tokens=1)

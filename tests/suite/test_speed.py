@@ -7,7 +7,7 @@ from attnsuite.suite.cell import Cell, Means, Request
 from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds import kind_of, problem_of
-from attnsuite.suite.kinds.attention import OpCase
+from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.measure import speed
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample

@@ -14,8 +14,8 @@ from attnsuite.backends.registry import BUILT_IN
 from attnsuite.models.config import AttentionType, ModelConfig
 from attnsuite.models.planning import attention_spec
 from attnsuite.suite.grid.work import subprocess
-from attnsuite.suite.kinds.conformance import in_subprocess
-from attnsuite.suite.support import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
+from attnsuite.suite.kinds.conformance_case import in_subprocess
+from attnsuite.suite.support_matrix import ALL_TYPES, PROBLEMS, refusals_table, support_table, types_table
 from attnsuite.testing import checks, verdicts
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"

@@ -13,7 +13,7 @@ from attnsuite.backends.choices import problem_of
 from attnsuite.models import PRESETS, load, load_shipped, lora
 from attnsuite.models.resume import missing
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.train import LOSSES, TrainRequest, execute, open_training
+from attnsuite.suite.training_run import LOSSES, TrainRequest, execute, open_training
 from command import code_of
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
@@ -107,7 +107,7 @@ def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(refused, tmp_path
 
 
 def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnsuite.suite.train.missing", lambda: "saving needs orbax-checkpoint; pip install it")
+    monkeypatch.setattr("attnsuite.suite.training_run.missing", lambda: "saving needs orbax-checkpoint; pip install it")
     said = refused("train", "--model", "nano", "--out", tmp_path / "out")
     assert "pip install it, or train without saving (--save-every 0)" in said
 
@@ -121,7 +121,7 @@ def test_policy_that_auto_does_not_follow_is_told_once_and_is_no_warning(tmp_pat
     made = {"schema": 2, "sources": [source]}
     (tmp_path / "policy.json").write_text(json.dumps(made))
     monkeypatch.setenv("ATTNSUITE_POLICY", str(tmp_path / "policy.json"))
-    monkeypatch.setattr("attnsuite.suite.train._steps", lambda *_, **__: None)
+    monkeypatch.setattr("attnsuite.suite.training_run._steps", lambda *_, **__: None)
     said = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

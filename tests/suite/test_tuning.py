@@ -13,14 +13,14 @@ from attnsuite import reports
 from attnsuite.backends import FEATURES, Layout, Takes, Target, load_policy, registry
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
-from attnsuite.suite import doctor, tuned, tuning
+from attnsuite.suite import diagnosis, tuned, tuning
 from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.progress import ProgressDisplay
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import checked, problem_of
-from attnsuite.suite.kinds.attention import ATTENTION, OpCase, spec_of
-from attnsuite.suite.kinds.tuning import Trial, Trials
+from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase, spec_of
+from attnsuite.suite.kinds.tuning_case import Trial, Trials
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
 from command import WorkerHere, code_of
@@ -210,7 +210,7 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(tuning, "_measure", measure)
     monkeypatch.setattr(tuning, "Worker", WorkerHere)
-    monkeypatch.setattr(doctor, "Worker", WorkerHere)
+    monkeypatch.setattr(diagnosis, "Worker", WorkerHere)
     assert command() == 130
     before = (tmp_path / RECORDS).read_bytes()
     assert before.count(b"\n") == 1
@@ -306,7 +306,7 @@ def test_what_is_unsupported_costs_no_reference_and_a_budget_ends_before_the_nex
     wanted, measured = [], [{"options": {}, "samples": [1.0] * 12, "error": None}]
     monkeypatch.setattr(tuning, "_measure", lambda case, *_: wanted.append(case.name) or measured)  # and its reference
     monkeypatch.setattr(tuning, "Worker", WorkerHere)
-    monkeypatch.setattr(doctor, "Worker", WorkerHere)
+    monkeypatch.setattr(diagnosis, "Worker", WorkerHere)
     monkeypatch.setattr("attnsuite.suite.tuning.TUNED", (CASE, bidirectional, later))
     words = ["tune", "--backends", "kascade", "--options", "tile_size=16,query_tile=16", "--out", str(tmp_path)]
 

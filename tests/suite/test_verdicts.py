@@ -10,7 +10,7 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.suite import compile_request
 from attnsuite.suite.compile import topologies
-from attnsuite.suite.grid.run import RunGrid
+from attnsuite.suite.grid.run_grid import RunGrid
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.suites import QUICK, parse_shard
 

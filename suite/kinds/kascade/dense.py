@@ -18,21 +18,21 @@ from jaxtyping import Float, Int
 from attnsuite.backends import AttentionSpec, Resolution, Target, registry
 from attnsuite.backends.kascade import GREEDY_RULES, Schedule, greedy
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, open_checkpoint, retrieval
-from attnsuite.models.forward import forward
+from attnsuite.models.forward_pass import forward
 from attnsuite.models.kascade.calibration import calibrate, check_plain_logits, load
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.planning import Resolutions, attention_spec
 from attnsuite.models.training import Batch, compiled_step, training_step
 
 from ...errors import InputError
-from ...measure.text import reader_of
+from ...measure.tokens import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
-from ..quality import read_text
+from ..model_quality import read_text
 from .controls import Retained, Watched
 from .methods import settings_of
-from .schedules import ScheduleFlags
-from .selection import SelectionCase, anchor_layers
+from .schedule_flags import ScheduleFlags
+from .selection_case import SelectionCase, anchor_layers
 
 PROMPTS = 6  # of a calibration
 AT_ONCE = 4  # sequences of a batch

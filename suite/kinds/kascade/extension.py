@@ -11,11 +11,11 @@ from attnsuite.backends.kascade import manual
 from ...cell import Case
 from ...errors import InputError
 from ..extension import Extension
-from . import guide
-from .flags import applied, combinations
+from . import guide_suite
+from .case_flags import applied, combinations
 from .methods import SWEPT
-from .schedules import ScheduleFlags
-from .selection import SelectionCase
+from .schedule_flags import ScheduleFlags
+from .selection_case import SelectionCase
 
 if TYPE_CHECKING:
     from attnsuite.models import Checkpoint, ModelConfig, Transformer
@@ -26,13 +26,13 @@ TOP_K, TILE_SIZE = 0.125, 16  # in the suite of a checkpoint, and in a model cas
 class _Kascade(Extension):
     backend: ClassVar = "kascade"
     suites: ClassVar = ("kascade", "kascade-finetune")
-    model_suite: ClassVar = guide.NAME
+    model_suite: ClassVar = guide_suite.NAME
     # Beside Kascade on a text: dense, the best possible selection, and controls that have to fail.
     rows: ClassVar = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
     page: ClassVar = "attnsuite.reports.kascade.page"
 
     def apply(self, flags: Mapping[str, Any], cases: Sequence[Case]) -> tuple[Case, ...]:
-        """See :func:`attnsuite.suite.kinds.kascade.flags.applied`."""
+        """See :func:`attnsuite.suite.kinds.kascade.case_flags.applied`."""
         return applied(flags, cases)
 
     def swept_rows(self, flags: Mapping[str, Any]) -> tuple[str, ...]:
@@ -46,13 +46,13 @@ class _Kascade(Extension):
     def model_cases(self, config: ModelConfig, shared: Mapping[str, Any], suite: str) -> tuple[Case, ...]:
         """Its loss on text in both phases, for a model whose layers are all global; or the guides' figures."""
         others = sorted(set(config.layer_types) - {"global"})
-        if suite == guide.NAME:
+        if suite == guide_suite.NAME:
             if others:
                 raise InputError(
-                    f"--model {shared['model']!r} has layers of type {', '.join(others)}; --suite {guide.NAME} is for "
-                    "models whose layers all see the whole context before them."
+                    f"--model {shared['model']!r} has layers of type {', '.join(others)}; "
+                    f"--suite {guide_suite.NAME} is for models whose layers all see the whole context before them."
                 )
-            return guide.guide_cases(config, shared)
+            return guide_suite.guide_cases(config, shared)
         sizes = self.model_sizes(config)
         chosen: dict[str, Any] = {**shared, **sizes, "anchors": str(sizes["anchors"])}
         phases = ("prefill", "decode") if not others else ()

@@ -14,7 +14,7 @@ from attnsuite.backends.kascade.cost import not_profitable
 
 from ...cell import Cell, Means, Outcome, Prepared, Request
 from ...errors import InputError
-from ...measure import execution, judge
+from ...measure import execution, tensor_errors
 from ...typed import Count, Seed
 from ..kind import SHORT_DTYPE, Dtype, Kernel, Keys, Kind, Layers, Share, cell, check_fields, name_case, refused
 from .methods import KERNELS, METHODS, rows_of, settings_of
@@ -143,7 +143,7 @@ class Stacks(Kind):
             ),
         )
         # With everything selected an approximate row must be exact: its numbers are judged by the same rule.
-        if (judged := judge.judged(outcome, exact=True)).error is not None or mode == "interpret":
+        if (judged := tensor_errors.judged(outcome, exact=True)).error is not None or mode == "interpret":
             return Prepared(judged)
         _, timed, measured = execution.execute(
             stack_program.stack_program(case, cell.row, cell.devices), means, cell.devices

@@ -21,8 +21,8 @@ from attnsuite.backends.features import Mode
 from attnsuite.backends.kascade import Selection, Settings, Tiling, default_kernel, kept_fraction
 from attnsuite.backends.kascade.block_sizes import gpu_blocks, tpu_blocks
 
-from ...measure.judge import as_model_error
 from ...measure.program import Program
+from ...measure.tensor_errors import as_model_error
 from ...record import TensorError
 from .methods import KERNELS, settings_of
 from .stack import PARTS, StackCase, schedule_of, stack_spec

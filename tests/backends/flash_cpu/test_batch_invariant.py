@@ -8,7 +8,7 @@ import pytest
 
 from attnsuite.backends import Takes, Target, attention, from_function, registry
 from attnsuite.suite.grid.work import subprocess
-from attnsuite.suite.kinds.conformance import in_subprocess
+from attnsuite.suite.kinds.conformance_case import in_subprocess
 from attnsuite.suite.user_function import register_functions
 from attnsuite.testing import Conformance, verdicts
 

@@ -18,10 +18,10 @@ from attnsuite.backends.flash_cpu import (
     availability,
     backward,
     backward_buffers,
-    cache,
     calls,
     compiler,
     forward,
+    object_cache,
     targets,
 )
 from attnsuite.backends.flash_cpu.compiler import Processor
@@ -123,9 +123,9 @@ def test_self_test_fails_where_a_kernel_is_wrong(fault, dtype):
     done = run(f"""
 from attnsuite.backends.flash_cpu import softmax
 softmax._LAZY = -1e30
-from attnsuite.backends.flash_cpu import cache, elements
-cache.read = lambda key: None
-cache.write = lambda key, content: None
+from attnsuite.backends.flash_cpu import elements, object_cache
+object_cache.read = lambda key: None
+object_cache.write = lambda key, content: None
 {fault}
 from attnsuite.backends.flash_cpu import self_test
 self_test.main()
@@ -139,18 +139,18 @@ self_test.main()
 )
 def test_damaged_cache_file_counts_as_absent(monkeypatch, tmp_path, damage):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.write("key", b"content of an object file")
-    assert cache.read("key") == b"content of an object file"
-    path = cache.directory() / "key.o"
+    object_cache.write("key", b"content of an object file")
+    assert object_cache.read("key") == b"content of an object file"
+    path = object_cache.directory() / "key.o"
     path.write_bytes(damage(path.read_bytes()))
-    assert cache.read("key") is None
+    assert object_cache.read("key") is None
 
 
 def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.write("one", b"content")
-    (cache.directory() / "one.o").rename(cache.directory() / "two.o")
-    assert cache.read("two") is None
+    object_cache.write("one", b"content")
+    (object_cache.directory() / "one.o").rename(object_cache.directory() / "two.o")
+    assert object_cache.read("two") is None
 
 
 @pytest.mark.parametrize("which", ["directory", "file"])
@@ -168,32 +168,34 @@ def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
 )
 def test_code_that_others_may_write_is_not_run(monkeypatch, tmp_path, which, shared):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.write("key", b"content")
-    assert cache.read("key") == b"content"
-    shared(cache.directory() if which == "directory" else cache.directory() / "key.o")
-    assert cache.read("key") is None
+    object_cache.write("key", b"content")
+    assert object_cache.read("key") == b"content"
+    shared(object_cache.directory() if which == "directory" else object_cache.directory() / "key.o")
+    assert object_cache.read("key") is None
     if which == "directory":
         with pytest.warns(RuntimeWarning, match="Run chmod 700 on it if it is yours, or set XDG_CACHE_HOME"):
-            cache.write("other", b"content")
-        assert not (cache.directory() / "other.o").exists()
+            object_cache.write("other", b"content")
+        assert not (object_cache.directory() / "other.o").exists()
 
 
 def test_cache_is_for_the_user_alone_whatever_the_umask(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = os.umask(0)
     try:
-        cache.write("key", b"content")
+        object_cache.write("key", b"content")
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in (cache.directory(), cache.directory() / "key.o")]
+    modes = [
+        stat.S_IMODE(path.stat().st_mode) for path in (object_cache.directory(), object_cache.directory() / "key.o")
+    ]
     assert modes == [0o700, 0o600]
 
 
 def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    cache.write("key", b"content")
-    assert cache.read("key") is None
+    object_cache.write("key", b"content")
+    assert object_cache.read("key") is None
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry
-from attnsuite.backends.flash_cpu import backward_rows, calls, packing, rows
+from attnsuite.backends.flash_cpu import backward_rows, calls, panels, rows
 from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import ISAS, everything_finite, set_apart
 
@@ -73,7 +73,7 @@ def test_what_nobody_sees_changes_no_bit(isa, compute, spoilt):
         np.testing.assert_array_equal(clean, found)
 
 
-@pytest.mark.parametrize("room", [packing, backward_rows], ids=["forward", "backward"])
+@pytest.mark.parametrize("room", [panels, backward_rows], ids=["forward", "backward"])
 def test_padding_that_is_packed_as_it_is_would_be_noticed(room, monkeypatch, tmp_path):
     set_apart(monkeypatch, tmp_path, f"padding packed as it is in {room.__name__}")
     monkeypatch.setattr(room, "NO_KEY", -99)  # what a key is compared with before it is copied

@@ -6,7 +6,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.kvax import KVAX
-from attnsuite.backends.kvax.blocks import FlashAttentionParamsConfig, Passes, choose
+from attnsuite.backends.kvax.block_sizes import FlashAttentionParamsConfig, Passes, choose
 from attnsuite.backends.tunable import CompilesKernels
 from landing import swept
 

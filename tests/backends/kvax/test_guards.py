@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target
-from attnsuite.backends.kvax import KVAX, blocks, mesh
-from attnsuite.backends.kvax import layout as layouts
+from attnsuite.backends.kvax import KVAX, block_sizes, mesh
+from attnsuite.backends.kvax import converted_layout as layouts
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
 
@@ -70,7 +70,7 @@ ROTATED = np.roll(np.arange(384), 192)
 def test_length_that_128_does_not_divide(monkeypatch):
     case = problem(length=64)
     check(case, **SMALL)
-    monkeypatch.setattr(blocks, "PREPROCESS_BLOCK", 64)  # padded to the blocks alone
+    monkeypatch.setattr(block_sizes, "PREPROCESS_BLOCK", 64)  # padded to the blocks alone
     with pytest.raises(AssertionError, match=r"dq: .*passed=False"):
         check(case, **SMALL)
 
@@ -148,7 +148,7 @@ def test_fewer_keys_than_queries_in_the_backward_pass(monkeypatch):
     case = problem(query_length=256, key_value_length=128)
     check(case)
 
-    def each_for_itself(spec, blocks, shards=1):
+    def each_for_itself(spec, block_sizes, shards=1):
         return 256, 128
 
     monkeypatch.setattr(layouts, "padded_lengths", each_for_itself)

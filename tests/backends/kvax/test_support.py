@@ -20,7 +20,7 @@ from attnsuite.backends import (
     support,
 )
 from attnsuite.backends.choices import Choice, Source, problem_of, to_json
-from attnsuite.backends.kvax import KVAX, availability, backend, blocks
+from attnsuite.backends.kvax import KVAX, availability, backend, block_sizes
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
 
@@ -123,14 +123,14 @@ def test_is_hashable():
 
 
 def test_block_parameters_are_those_given_and_the_generations_own():
-    chosen = blocks.choose(spec(), H100, {"kv_block_size": 64, "backward_num_stages": 2})
-    assert chosen.forward == blocks.FlashAttentionParamsConfig(128, 64, 8, 3)
-    assert chosen.backward == blocks.FlashAttentionParamsConfig(64, 128, 8, 2)
+    chosen = block_sizes.choose(spec(), H100, {"kv_block_size": 64, "backward_num_stages": 2})
+    assert chosen.forward == block_sizes.FlashAttentionParamsConfig(128, 64, 8, 3)
+    assert chosen.backward == block_sizes.FlashAttentionParamsConfig(64, 128, 8, 2)
 
 
 def test_h200_has_the_blocks_of_an_h100_and_not_the_small_ones():
-    assert blocks.choose(spec(), Target("cuda", "h200"), {}) == blocks.choose(spec(), H100, {})
-    assert blocks.choose(spec(), H100, {}) != blocks.choose(spec(), A100, {})
+    assert block_sizes.choose(spec(), Target("cuda", "h200"), {}) == block_sizes.choose(spec(), H100, {})
+    assert block_sizes.choose(spec(), H100, {}) != block_sizes.choose(spec(), A100, {})
 
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
@@ -159,7 +159,7 @@ def test_kvax_deals_the_length_itself_and_nothing_else():
 
 def test_layout_may_be_traced_without_kvax():
     """The guards are plain JAX; what they make of a layout does not depend on the packages."""
-    from attnsuite.backends.kvax import layout as layouts
+    from attnsuite.backends.kvax import converted_layout as layouts
 
     ids = jnp.asarray(np.repeat([7, -1, 10**9, 7], 32).astype(np.int32)[None])
     small = spec(batch=1, query_length=128, key_value_length=128, has_segment_ids=True)
@@ -190,4 +190,4 @@ def test_policy_of_tuned_options_comes_between_the_generation_and_the_caller(tmp
 def test_candidates_for_tuning_are_accepted_options_and_hold_the_generations_own(needs_grad):
     candidates = KVAX.candidates(spec(needs_grad=needs_grad), H100, {})
     assert KVAX.defaults(spec(needs_grad=needs_grad), H100, {}) in candidates
-    assert all(blocks.choose(spec(), H100, options) for options in candidates)
+    assert all(block_sizes.choose(spec(), H100, options) for options in candidates)

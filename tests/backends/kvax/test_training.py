@@ -11,7 +11,7 @@ from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Request
 from attnsuite.suite.grid.running import Limits, RunContext, Running
-from attnsuite.suite.kinds import loss_curve, training
+from attnsuite.suite.kinds import curve_training, loss_curve
 from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase
 
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
@@ -25,7 +25,7 @@ def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(m
     from attnsuite.backends.kvax import interpret
 
     monkeypatch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
-    monkeypatch.setattr(training, "config_of", lambda _: CONFIG)
+    monkeypatch.setattr(curve_training, "config_of", lambda _: CONFIG)
     launched = Counter()
 
     def execute(kernel, *rest):

@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..operands import EitherArray
 from ..spec import AttentionSpec
 from ..vendor_kernel import padded, round_up
-from .blocks import Passes
+from .block_sizes import Passes
 
 QUERY_PADDING = -1  # Kvax's padding id. Keys get key_padding() instead: in its kernels padding matches padding.
 

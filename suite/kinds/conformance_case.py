@@ -20,7 +20,7 @@ from attnsuite.backends.support import takes_of
 from ..cell import Cell, Means, Outcome, Prepared, Request, Start
 from ..errors import CellFailure
 from ..measure import arrays
-from ..measure.judge import as_error
+from ..measure.tensor_errors import as_error
 from ..record import Record
 from ..subprocess_function import SubprocessFunctionError, subprocess_function_of
 from ..typed import Real, Seed, Whole

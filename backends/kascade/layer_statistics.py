@@ -1,7 +1,7 @@
 """Statistics of one model, from which a schedule is made: similarity of layers, importance, mass kept.
 
-``models.kascade.calibration.calibrate`` computes them; this module holds, saves (safetensors and JSON side by side) and
-loads them. The fingerprint ties a calibration to its model and settings.
+``models.kascade.calibration.calibrate`` computes them; this module holds, saves (safetensors and JSON side by
+side) and loads them. The fingerprint ties a calibration to its model and settings.
 """
 
 from __future__ import annotations

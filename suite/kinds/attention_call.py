@@ -36,8 +36,8 @@ from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..errors import CellFailure
 from ..measure import execution
 from ..measure.fresh import Draw
-from ..measure.judge import judge_outputs, judge_tensors, save_reference
 from ..measure.program import Program, named_outputs, with_gradients
+from ..measure.tensor_errors import judge_outputs, judge_tensors, save_reference
 from ..record import TensorError
 from . import parts
 from .formulas import op_bytes, op_flops, op_tokens

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from ..cell import Cell, Means, Prepared, Request
-from ..measure import judge
+from ..measure import tensor_errors
 from .kind import LOSS, Kind, Least, Long, cell, check_fields, model_word, name_case
 
 # Each row with the dtype of its cache. The control gives prefilled slots the scales of others.
@@ -69,7 +69,7 @@ class Cache(Kind):
         """Measure everything at once; nothing is timed."""
         from . import cache_quality  # noqa: PLC0415
 
-        return Prepared(judge.judged(cache_quality.measure(case, cell.row, means.text), exact=bool(cell.exact)))
+        return Prepared(tensor_errors.judged(cache_quality.measure(case, cell.row, means.text), exact=bool(cell.exact)))
 
 
 CACHE = Cache()

@@ -36,9 +36,9 @@ from attnsuite.models.weights import save
 
 from . import files, typed
 from .errors import InputError
+from .layerwise_perplexity import options_of
 from .measure.environment import describe
 from .named_model import model_of
-from .perplexity import options_of
 from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"

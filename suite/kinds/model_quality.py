@@ -23,12 +23,12 @@ from attnsuite.models.loss import token_nats
 from .. import statistics
 from ..cell import Outcome
 from ..errors import InputError
-from ..measure.judge import as_model_error
-from ..measure.text import bits, reader_of, unigram_bits
+from ..measure.tensor_errors import as_model_error
+from ..measure.tokens import bits, reader_of, unigram_bits
 from ..record import TensorError
 from .model_program import open_model, resolutions_of_sequence, selected_shares
-from .retrieval import RetrievalCase
-from .text import TextCase
+from .retrieval_case import RetrievalCase
+from .text_case import TextCase
 
 _PROMPTS_AT_ONCE = 8
 _LEAST_CONTEXT = 1024

@@ -20,10 +20,10 @@ from attnsuite.models.kascade.loss_search import schedule_by_loss
 
 from ... import files
 from ...errors import InputError
-from ...measure.text import BYTE_VOCABULARY, BYTES, reader_of
+from ...measure.tokens import BYTE_VOCABULARY, BYTES, reader_of
 from ...named_model import checkpoint_of
 from ...user_function import check_reference, is_reference, load_module
-from .schedules import ScheduleFlags
+from .schedule_flags import ScheduleFlags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

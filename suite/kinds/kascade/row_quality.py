@@ -19,17 +19,17 @@ from attnsuite.backends import AttentionSpec, Target
 from attnsuite.backends.kascade import LayerRole, Schedule, kept_fraction
 from attnsuite.models import ModelConfig, TextFile, Transformer, retrieval
 from attnsuite.models.cache import default_dtype
-from attnsuite.models.forward import forward, forward_cached
+from attnsuite.models.forward_pass import forward, forward_cached
 from attnsuite.models.loss import token_nats
 from attnsuite.models.planning import Resolutions, attention_spec
 
 from ...cell import Outcome
 from ...errors import CellFailure
-from ...measure.text import bits
+from ...measure.tokens import bits
 from . import controls, dense
 from .controls import Retained
 from .methods import settings_of
-from .selection import SelectionCase
+from .selection_case import SelectionCase
 
 DECODED = 64  # tokens at the end of a text that are decoded
 

@@ -47,7 +47,7 @@ def checked(content: Any, kind: type[T], file: str) -> T:
     >>> checked({"dim": 1e18}, Sizes, "params.json")
     Traceback (most recent call last):
         ...
-    attnsuite.models.reading.CheckpointError: dim in params.json is not accepted: expected `int`, got `float`.
+    attnsuite.models.checked_json.CheckpointError: dim in params.json is not accepted: expected `int`, got `float`.
     """
     try:
         return msgspec.convert(content, kind)

@@ -27,10 +27,10 @@ from .. import typed
 from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..errors import InputError
 from ..flag_values import known_backend, parts_of
-from ..measure.judge import as_error
 from ..measure.program import named_outputs
+from ..measure.tensor_errors import as_error
 from ..typed import Count, Real, Size
-from .attention import op_function
+from .attention_call import op_function
 from .kind import Kind, backends_of, check_fields
 from .kind import cell as cell_of
 
@@ -187,7 +187,7 @@ def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> O
 @functools.cache
 def _arrays(name: str) -> tuple[AttentionSpec, Layout, tuple[np.ndarray, ...]]:
     """The spec of a problem, its layout, and query, key, value and cotangent."""
-    from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance.py)
+    from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance_case.py)
 
     layout, terms, inputs = jax.device_get(problems.arrays(PROBLEMS[name], name))
     return problems.spec_of(PROBLEMS[name], layout, terms, inputs), layout, inputs
@@ -196,7 +196,7 @@ def _arrays(name: str) -> tuple[AttentionSpec, Layout, tuple[np.ndarray, ...]]:
 @functools.cache
 def _solved(name: str, spec: AttentionSpec) -> Problem:
     """A problem with the oracle's results, and the standard backend's errors."""
-    from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance.py)
+    from attnsuite.testing import problems  # noqa: PLC0415 (as in conformance_case.py)
 
     return problems.solve(spec, *_arrays(name)[1:])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from ..cell import Cell, Means, Prepared, Request
-from ..measure import judge
+from ..measure import tensor_errors
 from ..typed import Seed
 from .kind import Kind, Least, Long, check_fields, name_case, of_backends
 
@@ -37,16 +37,16 @@ class Retrieval(Kind):
 
     def cells(self, case: RetrievalCase, request: Request) -> Iterable[Cell]:
         """A cell per backend."""
-        from . import model_program, quality  # noqa: PLC0415
+        from . import model_program, model_quality  # noqa: PLC0415
 
-        config = quality.retrieval_model(case).config
+        config = model_quality.retrieval_model(case).config
         return of_backends(case, request, lambda row: model_program.resolutions_of_sequence(config, case.sequence, row))
 
     def prepare(self, cell: Cell, case: RetrievalCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""
-        from . import quality  # noqa: PLC0415
+        from . import model_quality  # noqa: PLC0415
 
-        return Prepared(judge.judged(quality.recall(case, cell.row), exact=bool(cell.exact)))
+        return Prepared(tensor_errors.judged(model_quality.recall(case, cell.row), exact=bool(cell.exact)))
 
 
 RETRIEVAL = Retrieval()

@@ -118,12 +118,12 @@ class Selections(Kind):
 
     def cells(self, case: SelectionCase, request: Request) -> Iterable[Cell]:
         """A cell per row; a row that would repeat another is refused. Raises InputError for an invalid case."""
-        from . import dense, quality  # noqa: PLC0415
+        from . import dense, row_quality  # noqa: PLC0415
 
         config, target = dense.checked_config(case, request.text), Target.here()
         for row in self.rows(case):
             if row in request.rows:
-                reasons = _repeats(row, case) or quality.refusals(case, row, config, target)
+                reasons = _repeats(row, case) or row_quality.refusals(case, row, config, target)
                 resolved = "standard" if row == "dense" else row
                 yield (
                     refused(case, row, reasons)
@@ -151,11 +151,11 @@ class Selections(Kind):
 
     def prepare(self, cell: Cell, case: SelectionCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""
-        from . import quality  # noqa: PLC0415
+        from . import row_quality  # noqa: PLC0415
 
         if means.reference is None:
             raise CellFailure("crashed", f"{case.name} has no dense logits to compare with.")
-        return Prepared(quality.measure(case, cell.row, means.reference, means.text))
+        return Prepared(row_quality.measure(case, cell.row, means.reference, means.text))
 
 
 def _repeats(row: str, case: SelectionCase) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
 from .kinds.model_program import selected_shares
-from .kinds.text import TEXT
+from .kinds.text_case import TEXT
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
-from .measure.text import bits, reader_of, unigram_bits
+from .measure.tokens import bits, reader_of, unigram_bits
 from .named_model import checkpoint_of
 from .record import Record
 from .statistics import paired_difference

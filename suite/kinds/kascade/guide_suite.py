@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cell import Case
 from ..kind import Kernel
-from .selection import SelectionCase
+from .selection_case import SelectionCase
 from .stack import StackCase
 
 if TYPE_CHECKING:

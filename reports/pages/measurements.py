@@ -19,7 +19,7 @@ from .. import (
     model_table,
     peers,
     plot,
-    programs,
+    program_table,
     quality,
     reading,
     winners,
@@ -350,7 +350,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "Exact backends must stay within what is allowed, which follows from standard's own error on the same "
         "problem in the same dtype (the standard row). Approximate backends are not judged by closeness.",
     ),
-    lambda content: programs.programs(content.groups),
+    lambda content: program_table.programs(content.groups),
     section(
         "model_quality",
         "Model quality",

@@ -1,6 +1,6 @@
 """The support matrix: which backend takes which problem on which kind of device, answered by the backends themselves.
 
-``python -m attnsuite.suite.support`` prints the Markdown tables of ``docs/reference/backends.md`` and
+``python -m attnsuite.suite.support_matrix`` prints the Markdown tables of ``docs/reference/backends.md`` and
 ``docs/reference/attention-types.md``, which tests hold to them, and the reasons of what is unsupported there.
 """
 

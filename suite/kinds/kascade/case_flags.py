@@ -14,7 +14,7 @@ from ... import typed
 from ...cell import Case
 from ...errors import InputError
 from ...flag_values import is_whole, names_of, parts_of, spelled
-from .selection import SelectionCase
+from .selection_case import SelectionCase
 from .stack import StackCase
 
 

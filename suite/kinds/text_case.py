@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..cell import Cell, Means, Prepared, Request
-from ..measure import judge
+from ..measure import tensor_errors
 from . import kind_of
 from .kind import (
     LOSS,
@@ -53,10 +53,10 @@ class Text(Kind):
 
     def cells(self, case: TextCase, request: Request) -> Iterable[Cell]:
         """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
-        from . import model_program, quality  # noqa: PLC0415
+        from . import model_program, model_quality  # noqa: PLC0415
 
         config = model_program.model_config(case)
-        quality.read_text(case, config, request.text)
+        model_quality.read_text(case, config, request.text)
         ask = functools.partial(model_program.resolutions_of_sequence, config, case.sequence)
         beside_controls = {
             kind_of(other.kind).controlled.get(other.kind): other.kind
@@ -79,9 +79,11 @@ class Text(Kind):
 
     def prepare(self, cell: Cell, case: TextCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""
-        from . import quality  # noqa: PLC0415
+        from . import model_quality  # noqa: PLC0415
 
-        return Prepared(judge.judged(quality.perplexity(case, cell.row, means.text), exact=bool(cell.exact)))
+        return Prepared(
+            tensor_errors.judged(model_quality.perplexity(case, cell.row, means.text), exact=bool(cell.exact))
+        )
 
 
 def _left_to_controls(case: TextCase, row: str, kind: str) -> Cell:
