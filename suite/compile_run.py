@@ -18,8 +18,7 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .cell import Cell, Outcome
-from .compile import compile_cache as compile_cache
-from .compile import slices, topologies, tpu_schedules
+from .compile import compile_cache, slices, topologies, tpu_schedules
 from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .errors import CellFailure, InputError
 from .grid import folders, work

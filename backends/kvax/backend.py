@@ -26,7 +26,7 @@ from ..support import support
 from ..tunable import KernelBuild
 from ..vendor_kernel import VendorKernel
 from . import availability
-from . import block_sizes as block_sizes
+from . import block_sizes
 from .block_sizes import Passes
 from .mesh import OneDevice, OnMesh, plan_with
 from .upstream import Upstream

@@ -18,7 +18,7 @@ from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run_grid import new_request
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
-from attnsuite.suite.verbs import run_grid as run_verb
+from attnsuite.suite.verbs import run as run_verb
 from attnsuite.suite.verbs.flags import resuming
 from attnsuite.testing.problems import CASES
 from command import code_of

@@ -13,7 +13,7 @@ from attnsuite.backends import Target
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import shipped
 from attnsuite.suite import model_suite
-from attnsuite.suite.compile import compile_cache as compile_cache
+from attnsuite.suite.compile import compile_cache
 from attnsuite.suite.compile_request import compile_request
 from attnsuite.suite.compile_run import cell_of
 from attnsuite.suite.errors import InputError
