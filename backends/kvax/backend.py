@@ -25,8 +25,7 @@ from ..spec import AttentionSpec
 from ..support import support
 from ..tunable import KernelBuild
 from ..vendor_kernel import VendorKernel
-from . import availability
-from . import block_sizes
+from . import availability, block_sizes
 from .block_sizes import Passes
 from .mesh import OneDevice, OnMesh, plan_with
 from .upstream import Upstream
