@@ -247,7 +247,7 @@ def test_control_fails_its_verdict(verdict, function, features, message):
     ("verdict", "function", "features"),
     [
         ("deterministic", right, PLAIN),
-        ("batch_invariant", stepping, STEPS - {"gradient"}),
+        pytest.param("batch_invariant", stepping, STEPS - {"gradient"}, marks=pytest.mark.thorough),
         ("isolates", with_lengths, LENGTHS),
         ("symmetric", right, PLAIN),
     ],
@@ -272,6 +272,7 @@ def test_a_blocked_kernel_says_its_blocks_of_keys(name):
     assert all(0 < size <= spec.key_value_length for size in blocks)
 
 
+@pytest.mark.thorough
 def test_a_function_that_knows_the_arrays_of_a_public_seed_is_found():
     for seed, answer in ((0, "yes"), (5, "no")):
         assert asked("isolates", one_key_too_many_unless_known, LENGTHS, seed=seed).answer == answer

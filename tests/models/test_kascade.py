@@ -90,6 +90,7 @@ def recall(model, batch, schedule=GOOD, backend="kascade", **options):
     return retrieval.recall(logits, batch)
 
 
+@pytest.mark.thorough
 def test_dense_answers_and_so_does_kascade(model, batch):
     assert retrieval.recall(model(batch.tokens, backend="standard", needs_grad=False), batch) == 1.0
     assert recall(model, batch) == 1.0

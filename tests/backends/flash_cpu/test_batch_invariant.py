@@ -44,6 +44,7 @@ def test_batch_invariance_holds_entirely_with_the_option():
     }
 
 
+@pytest.mark.thorough
 def test_default_decodes_in_another_order_than_it_prefills():
     found = asked("batch_invariant")
     assert found.answer == "no"

@@ -405,6 +405,7 @@ print("same on", len(mesh.devices), "devices")
 """
 
 
+@pytest.mark.thorough
 def test_devices_that_divide_the_heads_compute_the_same():
     done = run(DEVICES)
     assert done.stdout == "same on 2 devices\n", done.stderr
