@@ -33,6 +33,7 @@ PAGES = {
     "cpu-amd-epyc-speed": (),
     "cpu-intel-xeon": (),
     "cpu-intel-xeon-speed": (),
+    "cpu-intel-xeon-decode": (),
     "cpu-amd-epyc-caller": (),
     "cpu-intel-xeon-caller": (),
     "cpu-amd-epyc-llama-1b": (),
