@@ -26,9 +26,10 @@ from .grid.execute import execute
 from .grid.executors import Lane, side_by_side
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
-from .grid.process import Restarting, Worker
+from .grid.process import Worker
 from .grid.references import References
 from .grid.running import RunContext, Running, outcome_of
+from .grid.shared_process import Restarting
 from .kinds import kind, make_case, problem_of
 from .kinds.attention_call import OpCase
 from .kinds.model import ModelCase

@@ -29,7 +29,7 @@ from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
 from .kinds.model_program import selected_shares
-from .kinds.text_case import TEXT
+from .kinds.text_kind import TEXT
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.tokens import bits, reader_of, unigram_bits

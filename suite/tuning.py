@@ -38,9 +38,10 @@ from .grid import folders, work
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
-from .grid.process import Restarting, Worker
+from .grid.process import Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running
+from .grid.shared_process import Restarting
 from .kinds import kind
 from .kinds.attention_call import OpCase, judged_case, op_program, spec_of
 from .kinds.tuning_case import TUNING

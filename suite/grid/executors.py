@@ -31,9 +31,10 @@ from ..errors import CellFailure, InputError
 from ..kinds import kind_of, make_case
 from ..record import Record
 from ..user_function import files_of
-from .process import Joined, Restarting, Turn, Worker
+from .process import Worker
 from .references import References
 from .running import Limits, RunContext, Running, now, on_device, prepare, profile, record_of, sample
+from .shared_process import Joined, Restarting, Turn
 
 _PROCESS_BYTES = 2 * 2**30  # of a GPU's memory, that JAX and a problem of the contract take in a process
 # That share the problems of the contract on a GPU. On an H200 with 16 cores each of 16 took 2.6 to 7.6 times as long

@@ -28,8 +28,8 @@ from ..statistics import FEWEST
 from ..typed import Real, Scalar, Size
 from ..user_function import is_reference
 from . import work
-from .process import Turn
 from .references import References
+from .shared_process import Turn
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

@@ -25,6 +25,7 @@ from ..measure.profile import profile
 from ..record import Machine, TensorError
 from ..subprocess_function import register_in_subprocess, subprocess_function_of
 from ..user_function import files_of, is_reference, register_functions
+from .process import Worker
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
@@ -70,8 +71,6 @@ def prepare(
 
 def subprocess(row: str, threads: int | None) -> Process:
     """A process for a backend, or for a function of the user, which ends with this one at the latest."""
-    from .process import Worker  # noqa: PLC0415 (it asks for the functions of this module)
-
     started: list[Worker] = []
 
     def worker() -> Worker:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from .. import typed
-from ..cell import Cell, Means, Prepared, Request
 from ..host_devices import parse_mesh
 from ..record import Record
 from ..typed import Count, Real, Seed
-from .kind import Kind, backends_of, check_fields
+from .kind import check_fields
 
 FACTOR = 2.0
 NOISE_RUNS = 5
@@ -167,45 +166,3 @@ def _case(records: Sequence[Record]) -> TrainingCase:
     if short:
         raise ValueError(f"{short[0]!r} has not the {case.steps} losses of its setting.")
     return case
-
-
-class LossCurves(Kind):
-    """The kind of :class:`TrainingCase`. What imports flax is imported where it is used."""
-
-    titles: ClassVar = {"loss_curve": "loss curve"}
-    page: ClassVar = "curves"
-    case: ClassVar = TrainingCase
-    facts: ClassVar = LossCurve
-    shares_process: ClassVar = True
-    needs_ceilings: ClassVar = False
-
-    def patience(self, case: TrainingCase) -> int:
-        """The limit is one of each update."""
-        return case.steps
-
-    def result(self, record: Record) -> list[str]:
-        """The first loss and the last."""
-        if record.facts is None or not record.facts.losses:
-            return []
-        losses = losses_of(record)
-        return [f"{losses[0]:.3f} -> {losses[-1]:.6f} nats"]
-
-    def cells(self, case: TrainingCase, request: Request) -> Iterable[Cell]:
-        """A cell per run of the standard backend, and per backend that is asked for.
-
-        Raises InputError for a preset that does not exist or reads no bytes.
-        """
-        from . import curve_training  # noqa: PLC0415
-
-        others = [name for name in backends_of(request) if name != "standard"]
-        on_mesh = [f"{name}@{case.mesh}" for name in ("standard", *others)] if case.mesh else []
-        return [curve_training.cell_of(case, run_of(row)) for row in (*standard_runs(), *others, *on_mesh)]
-
-    def prepare(self, cell: Cell, case: TrainingCase, means: Means) -> Prepared:
-        """Train; nothing is timed."""
-        from . import curve_training  # noqa: PLC0415
-
-        return Prepared(curve_training.trained(case, run_of(cell.row)))
-
-
-LOSS_CURVE = LossCurves()

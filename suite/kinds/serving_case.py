@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ..cell import Cell, Means, Prepared, Request
-from ..errors import CellFailure, InputError
+from ..errors import InputError
 from ..typed import Count, Seed
-from .kind import Kind, Least, Long, check_fields, model_word, name_case, of_backends
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
-    from ..measure.fresh import Draw
+from .kind import Least, Long, check_fields, model_word, name_case
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,35 +43,3 @@ class ServingCase:
                 f"case {self.name}: tokens_per_step = {self.tokens_per_step} is below batch = {self.batch}; a step "
                 "needs room for a token of each sequence."
             )
-
-
-class Serving(Kind):
-    """The kind of :class:`ServingCase`. What imports flax is imported where it is used."""
-
-    titles: ClassVar = {"serving": "continuous batching"}
-    case: ClassVar = ServingCase
-    shares_process: ClassVar = True
-
-    def cells(self, case: ServingCase, request: Request) -> Iterable[Cell]:
-        """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
-        from . import serving_trace  # noqa: PLC0415
-
-        config = serving_trace.checked(case, request.text)
-        return of_backends(case, request, lambda row: serving_trace.resolutions_of(case, config, row))
-
-    def write_reference(self, case: ServingCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
-        """The tokens that each request gets alone from the standard backend."""
-        from . import serving_trace  # noqa: PLC0415
-
-        serving_trace.write_alone(case, path, text)
-
-    def prepare(self, cell: Cell, case: ServingCase, means: Means) -> Prepared:
-        """Serve the trace once to compile, and once by the clock."""
-        from . import serving_trace  # noqa: PLC0415
-
-        if means.reference is None:
-            raise CellFailure("crashed", f"{case.name} has no tokens to compare with.")
-        return Prepared(serving_trace.measure(case, cell.row, means.reference, means.text))
-
-
-SERVING = Serving()

@@ -20,16 +20,8 @@ from attnsuite.suite.grid.executors import is_measured, one_after_another, refus
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import curve_training, loss_curve
-from attnsuite.suite.kinds.loss_curve import (
-    LOSS_CURVE,
-    LossCurve,
-    TrainingCase,
-    judge,
-    losses_of,
-    role_of,
-    run_of,
-    settings_of,
-)
+from attnsuite.suite.kinds.loss_curve import LossCurve, TrainingCase, judge, losses_of, role_of, run_of, settings_of
+from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.suites import find_suite

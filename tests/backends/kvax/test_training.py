@@ -12,7 +12,8 @@ from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Request
 from attnsuite.suite.grid.running import Limits, RunContext, Running
 from attnsuite.suite.kinds import curve_training, loss_curve
-from attnsuite.suite.kinds.loss_curve import LOSS_CURVE, TrainingCase
+from attnsuite.suite.kinds.loss_curve import TrainingCase
+from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
 
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
 CONFIG = ModelConfig.from_preset(
