@@ -39,11 +39,10 @@ def begun(tmp_path_factory, foreign, faulty_names, attnsuite):
     out = known_machine(folder / "run")
     backends = ",".join((*faulty_names, "standard"))
     limits = ("--cell-timeout", 20, "--cell-memory", "1GiB")
-    process = attnsuite.start(
-        "run", "--suite", folder / "suite.toml", "--backends", backends, "--out", out, *limits, path=foreign
-    )
-    yield process, out
-    process.kill()
+    flags = ("--suite", folder / "suite.toml", "--backends", backends, "--out", out, *limits)
+    with attnsuite.start("run", *flags, path=foreign) as process:
+        yield process, out
+        process.kill()
 
 
 @pytest.fixture(scope="module")
