@@ -1,7 +1,4 @@
-"""A pass of a whole transformer: the case, and how its cells are judged and timed.
-
-The numbers of a model are judged against the standard backend in float32, since there is no transformer in float64.
-"""
+"""A pass of a whole transformer: the case."""
 
 from __future__ import annotations
 
@@ -10,16 +7,7 @@ from typing import Literal
 
 from ..errors import InputError
 from ..typed import Count, Seed
-from .kind import (
-    SHORT_DTYPE,
-    Dtype,
-    Kernel,
-    Layers,
-    Share,
-    check_fields,
-    model_word,
-    name_case,
-)
+from .kind import SHORT_DTYPE, Dtype, Kernel, Layers, Share, check_fields, model_word, name_case
 
 ModelKind = Literal["model_prefill", "model_decode", "model_train"]
 PHASES: dict[str, ModelKind] = {"prefill": "model_prefill", "train": "model_train", "decode": "model_decode"}

@@ -1,4 +1,7 @@
-"""The kind of :class:`.model.ModelCase`: its rows, and how a cell is made ready."""
+"""The kind of :class:`.model.ModelCase`: its rows, and how its cells are judged and timed.
+
+The numbers of a model are judged against the standard backend in float32, since there is no transformer in float64.
+"""
 
 from __future__ import annotations
 

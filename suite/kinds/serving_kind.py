@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 from ..cell import Cell, Means, Prepared, Request
 from ..errors import CellFailure
 from .kind import Kind, of_backends
+from .serving_case import ServingCase
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
     from ..measure.fresh import Draw
-from .serving_case import ServingCase
 
 
 class Serving(Kind):

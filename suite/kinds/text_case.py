@@ -5,14 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from .kind import (
-    SHORT_DTYPE,
-    Dtype,
-    Least,
-    check_fields,
-    model_word,
-    name_case,
-)
+from .kind import SHORT_DTYPE, Dtype, Least, check_fields, model_word, name_case
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

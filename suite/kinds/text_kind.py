@@ -10,13 +10,7 @@ from typing import Any, ClassVar
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import tensor_errors
 from . import kind_of
-from .kind import (
-    LOSS,
-    Kind,
-    backends_of,
-    of_backend,
-    refused,
-)
+from .kind import LOSS, Kind, backends_of, of_backend, refused
 from .text_case import TextCase
 
 

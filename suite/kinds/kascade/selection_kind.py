@@ -14,12 +14,12 @@ from ...cell import Cell, Means, Prepared, Request
 from ...errors import CellFailure
 from ..kind import LOSS, Kind, cell, refused
 from .methods import FINE_TUNED, METHODS, rows_of
+from .selection_case import SelectionCase
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile
 
     from ...measure.fresh import Draw
-from .selection_case import SelectionCase
 
 
 class Selections(Kind):

@@ -1,4 +1,4 @@
-"""The attention of all layers of a model in turn: the case, its rows and its cells. It shows what Kascade costs."""
+"""The attention of all layers of a model in turn, which shows what Kascade costs: the case, its spec and schedule."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from attnsuite.backends.kascade.cost import not_profitable
 from ...cell import Cell, Means, Outcome, Prepared, Request
 from ...measure import execution, tensor_errors
 from ..kind import Kind, cell, refused
+from . import stack_program
 from .methods import KERNELS, METHODS, rows_of, settings_of
 from .stack import PARTS, StackCase, schedule_of, stack_spec
 
@@ -56,8 +57,6 @@ class Stacks(Kind):
 
     def prepare(self, cell: Cell, case: StackCase, means: Means) -> Prepared:
         """Judge the row against dense attention with everything selected, then make it ready to be timed."""
-        from . import stack_program  # noqa: PLC0415 (imports this module)
-
         mode: Mode = "interpret" if cell.mode == "interpret" else "native"
         outcome = Outcome(
             quality=stack_program.figures(case, cell.row),
@@ -80,8 +79,6 @@ class Stacks(Kind):
 
 
 def _cell(case: StackCase, row: str, dense: str, target: Target) -> Cell:
-    from . import stack_program  # noqa: PLC0415 (imports this module)
-
     if row == "kascade_profitable":
         settings = settings_of(case, schedule=schedule_of(case))
         if not_profitable(stack_spec(case), settings) is None:
