@@ -14,6 +14,14 @@ from attnsuite.testing import problems
 SETTINGS = Settings(top_k=0.3, min_keys=0, tile_size=16, query_tile=16)
 
 
+def runs_here(kernels, spec, sparse_settings) -> bool:
+    """Whether these kernels are of the device that is here, which can hold their blocks."""
+    here = Target.here()
+    return here.platform == getattr(kernels, "platform", None) and not list(
+        kernels.refuses(spec, sparse_settings, here)
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sparse:
     """A problem, its tiles, and what the reference selects in it."""

@@ -1,6 +1,6 @@
-"""Kascade's kernels against float64 under an explicit mask: Pallas through the interpreter, and native code for CPUs.
+"""Kascade's kernels against float64 under an explicit mask, and what they refuse.
 
-And what they refuse.
+Pallas' kernels run in the interpreter, natively on their own device; the others are native code for CPUs.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from attnsuite.backends.kascade.selection import with_local
 from attnsuite.backends.kascade.settings import KascadeBlockSizes
 from attnsuite.backends.standard import STANDARD
 from landing import swept
-from sparse_problems import FIRST, SETTINGS, Sparse, cached, inner_jaxprs, sparse
+from sparse_problems import FIRST, SETTINGS, Sparse, cached, inner_jaxprs, runs_here, sparse
 
 KERNELS = {"tpu": TpuKernels, "triton": TritonKernels}
 ALL_KERNELS = [pytest.param(kernels, id=name) for name, kernels in KERNELS.items()]
@@ -117,7 +117,8 @@ def _mass(given, visible):
 
 
 def made(kernels, given: KernelProblem):
-    return kernels(given.sparse.spec, given.sparse.tiling, given.sparse.settings, interpret=True)
+    spec, chosen = given.sparse.spec, given.sparse.settings
+    return kernels(spec, given.sparse.tiling, chosen, interpret=not runs_here(kernels, spec, chosen))
 
 
 @functools.cache

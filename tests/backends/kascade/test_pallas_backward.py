@@ -1,4 +1,4 @@
-"""The backward pass of Kascade's Pallas kernels, in the interpreter.
+"""The backward pass of Kascade's Pallas kernels, in the interpreter, natively on their own device.
 
 It is held to float64 under the mask of the kept pairs. Every control spoils the backward pass alone.
 """
@@ -17,7 +17,7 @@ from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_local
 from attnsuite.testing.checks import check_accuracy
 from landing import swept
-from sparse_problems import FIRST, PROBLEMS, cached, cotangent, settings, solved, sparse
+from sparse_problems import FIRST, PROBLEMS, cached, cotangent, runs_here, settings, solved, sparse
 
 NAMES = ("dq", "dk", "dv")
 BLOCKS = {"block_q": 32, "block_kv_sparse": 64, "block_kv_compute": 32}
@@ -44,7 +44,8 @@ def problem_of(case):
 
 def made(kernels, problem):
     spec = dataclasses.replace(problem.spec, needs_grad=True)
-    return kernels(spec, problem.tiling, problem.settings, interpret=True)
+    native = runs_here(kernels, spec, problem.settings)
+    return kernels(spec, problem.tiling, problem.settings, interpret=not native)
 
 
 @functools.cache
