@@ -2,8 +2,8 @@
 
 The refusals follow JAX's own source (``jax/_src/cudnn/fused_attention_stablehlo.py`` and ``jax/_src/nn/functions.py``,
 0.10 to 0.12): features that this path rejects, drops or leaves open are refused here with the reason, before anything
-is traced. Batch entries without a valid key, and keys beyond the valid ones, are handled here, because the library
-leaves them open. The library is closed, so this backend has never run on a machine without an NVIDIA GPU.
+is traced, and so is what an H200 refused or gave in too few digits. Batch entries without a valid key, and keys that
+nothing sees, are handled here, because the library leaves them open. It is closed, and needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -32,34 +32,39 @@ def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[s
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
-    """Prepare only the lengths; there are no options."""
-    lengths = layout.key_value_seq_lengths
+    """There is nothing to prepare, and there are no options."""
 
     def attend(
         query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k h"], terms: Terms
     ) -> Float[Array, "b t n h"]:
-        arrays, seeing = _arrays(spec, layout, terms)
-        if lengths is None:
-            out = _call(spec, query, key, value, None, arrays)
-            return out if seeing is None else jnp.where(seeing, out, jnp.zeros_like(out))
-        # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
-        # These selects make both zero, forward and backward.
-        valid = jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None]
-        key, value = (jnp.where(valid[:, :, None, None], x, jnp.zeros_like(x)) for x in (key, value))
-        out = _call(spec, query, key, value, jnp.maximum(lengths, 1).astype(jnp.int32), arrays)
-        filled = (lengths > 0)[:, None, None, None]
-        return jnp.where(filled if seeing is None else filled & seeing, out, jnp.zeros_like(out))
+        lengths = layout.key_value_seq_lengths
+        arrays, visible = _arrays(spec, layout, terms)
+        if visible is None and lengths is None:
+            return _call(spec, query, key, value, None, {})
+        seeing = seen = jnp.ones((), bool)
+        if visible is not None:
+            seeing, seen = visible.any(-1).swapaxes(1, 2)[..., None], _seen_keys(visible, spec.num_kv_heads)
+        if lengths is not None:
+            # The library leaves open the gradients of keys beyond the length, and its output where the length is 0.
+            # The selects make both zero, forward and backward.
+            seen &= (jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None])[..., None, None]
+            seeing &= (lengths > 0)[:, None, None, None]
+            lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
+        key, value = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (key, value))
+        out = _call(spec, query, key, value, lengths, arrays)
+        return jnp.where(seeing, out, jnp.zeros_like(out))
 
     return Plan.stateless(attend)
 
 
 def _arrays(
     spec: AttentionSpec, layout: Layout, terms: Terms
-) -> tuple[dict[str, Array], Bool[Array, "#b t #n 1"] | None]:
-    """Mask and bias as the library takes them, and the rows that see any key; None without either.
+) -> tuple[dict[str, Array], Bool[Array, "#b #n t s"] | None]:
+    """Mask and bias as the library takes them, and what sees what by them; None without either.
 
-    JAX adds a large negative number where the mask is false, so that a row without a visible key averages over all. A
-    bias of -inf hides its key; as a large number it does so without NaN, and small enough to be added to the mask's.
+    JAX adds a large negative number where the mask is false: a row without a visible key averages over all, and a score
+    that overflows stays infinite. A bias of -inf hides its key; as a large number it does so without NaN, and small
+    enough to be added to the mask's.
     """
     if layout.mask is None and terms.bias is None:
         return {}, None
@@ -70,11 +75,18 @@ def _arrays(
     if terms.bias is not None:
         hides = jnp.isneginf(terms.bias)
         bias = jnp.where(hides, 0.25 * float(jnp.finfo(spec.dtype).min), terms.bias).astype(spec.dtype)
-        arrays["bias"] = jnp.broadcast_to(bias, (bias.shape[0], spec.num_heads, *whole))  # its gradient has all heads
+        arrays["bias"] = jnp.broadcast_to(bias, (*bias.shape[:2], *whole))
         visible = ~hides if visible is None else visible & ~hides
     assert visible is not None  # noqa: S101 (for the type checker: one of the two is there)
-    seeing = jnp.broadcast_to(visible, (*visible.shape[:2], *whole)).any(-1)
-    return arrays, seeing.swapaxes(1, 2)[..., None]
+    return arrays, jnp.broadcast_to(visible, (*visible.shape[:2], *whole))
+
+
+def _seen_keys(visible: Bool[Array, "#b #n t s"], kv_heads: int) -> Bool[Array, "#b s #k 1"]:
+    """The keys that any query of their group of heads sees."""
+    seen = visible.any(2)
+    if seen.shape[1] > 1:
+        seen = seen.reshape(len(seen), kv_heads, -1, seen.shape[-1]).any(2)
+    return seen.swapaxes(1, 2)[..., None]
 
 
 def _call(
@@ -152,10 +164,13 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
             f"local_window_size={window} together with key_value_seq_lengths is not supported by cudnn here (one of "
             f"the two): JAX's source does not establish the combination; {INSTEAD}."
         )
+    if spec.has_bias and spec.needs_grad:
+        why = f"which gives a bias its gradient in {spec.dtype}, off by 0.003 to 0.01 of its largest value on an H200"
+        yield refusal("cudnn", "a bias array with needs_grad=True", why, "needs_grad=False, or a mask array")
     odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2]
-    if odd and spec.needs_grad and (spec.has_mask or spec.has_bias):
-        requested = f"{odd[0]}={getattr(spec, odd[0])} with a mask or bias array and a gradient"
-        yield refusal("cudnn", requested, "", "even lengths", f"pad, or {INSTEAD}")
+    if odd and spec.needs_grad:
+        why = "since a check in JAX takes what stands for no bias for one"
+        yield refusal("cudnn", f"{odd[0]}={getattr(spec, odd[0])} with a gradient", why, "even", f"pad, or {INSTEAD}")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -1,6 +1,7 @@
 """Whether a record that others send contradicts itself: what was judged is restated, and times are held to limits.
 
-- An exact cell that is ``ok`` has no tensor outside its bound; a ``wrong`` one has.
+- An exact cell that is ``ok`` has no tensor outside its bound. A ``wrong`` one has, unless it was held to the contract,
+  which finds faults of other kinds too.
 - The bound of an attention call follows from the standard backend's error (``backends/oracle.py``).
 - The samples, all their calls counted, fit into the wall time of the cell.
 - No exact cell is faster than its machine could be (``measure/plausible.py``), nor than the published peak of a known
@@ -46,7 +47,7 @@ def _judged(record: Record) -> Iterator[str]:
         right = all(error.passed for error in record.accuracy.values())
         if record.status == "ok" and not right:
             yield "it is ok with a tensor outside its bound"
-        if record.status == "wrong" and right:
+        if record.status == "wrong" and right and record.facts is None:
             yield "it is wrong with every tensor inside its bound"
 
 

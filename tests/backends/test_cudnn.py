@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -32,6 +33,9 @@ class TestCudnn(Conformance):
             "head-dim-33",
             "value-dim-*",
             "length-1",
+            "length-127",
+            "length-129",
+            "few-queries-17",
             "one-key",
             "*-keys-causal",
             "more-queries-causal",
@@ -50,8 +54,8 @@ class TestCudnn(Conformance):
             "positions-*",
             "rows-before-every-key",
             "combination*",
-            "bias-broadcast",
-            "bias-and-score",
+            "bias-*",
+            "mask-and-bias",
             "log-sum-exp*",
             "sinks*",
             "alibi*",
@@ -88,7 +92,7 @@ def spec(**changes: Any) -> AttentionSpec:
         ({"local_window_size": (8, 0)}, H100),
         ({"local_window_size": (8, 3), "is_causal": True}, H100),
         ({"has_seq_lengths": True, "is_causal": True}, H100),
-        ({"has_mask": True, "has_bias": True}, H100),
+        ({"has_mask": True, "has_bias": True, "needs_grad": False}, H100),
         ({"query_length": 33, "has_mask": True, "needs_grad": False}, H100),
     ],
 )
@@ -114,13 +118,17 @@ assert support(CUDNN, spec, Target("cuda", "h100")).reasons  # float32
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """JAX's function in its XLA form, which writes garbage where cuDNN is free to; records its arguments."""
+    """JAX's function in its XLA form, which writes garbage where cuDNN is free to; records its arguments.
+
+    A mask is added to the scores, as it is for cuDNN.
+    """
     seen: list[dict[str, Any]] = []
     real = jax.nn.dot_product_attention
 
     def recorded(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         seen.append(options)
-        return real(query, key, value, **{**options, "implementation": "xla"})
+        bias = stablehlo.combine_bias_and_mask(options.get("bias"), options.get("mask"), query.dtype)
+        return real(query, key, value, **{**options, "bias": bias, "mask": None, "implementation": "xla"})
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
     return seen
@@ -171,19 +179,44 @@ def lowered_for_cuda(monkeypatch: pytest.MonkeyPatch, function: Any, *arguments:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 64), (2, 1, 1, 64), (2, 1, 64, 64), (1, 4, 64, 64), (2, 4, 64, 64)])
-def test_mask_and_bias_of_every_form_reach_the_kernel_forward_and_backward(
+def test_mask_and_bias_of_every_form_reach_the_kernel_and_a_mask_its_backward_pass(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     x, mask, bias = jnp.ones((2, 64, 4, 64), jnp.bfloat16), jnp.ones(shape, bool), jnp.ones(shape, jnp.bfloat16)
-    both = spec(num_kv_heads=4, has_mask=True, has_bias=True, is_causal=True)
+    masked = spec(num_kv_heads=4, has_mask=True, is_causal=True)
+    both = dataclasses.replace(masked, has_bias=True, needs_grad=False)
 
-    def loss(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-        plan = dataclasses.replace(CUDNN.plan(both, Layout(mask=mask), target=H100), spec=both)
+    def attend(of: AttentionSpec, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
+        plan = dataclasses.replace(CUDNN.plan(of, Layout(mask=mask), target=H100), spec=of)
         return plan.run(q, k, v, terms=Terms(bias=bias))[0].astype(jnp.float32).sum()
 
-    text = lowered_for_cuda(monkeypatch, jax.grad(loss, argnums=(0, 1, 2, 3)), x, x, x, bias, mask)
-    assert "__cudnn$fmhaScaleBiasSoftmax(" in text or '__cudnn$fmhaScaleBiasSoftmax"' in text
+    for text in (
+        lowered_for_cuda(monkeypatch, functools.partial(attend, both), x, x, x, mask, bias),
+        lowered_for_cuda(
+            monkeypatch, jax.grad(functools.partial(attend, masked, bias=None), argnums=(0, 1, 2)), x, x, x, mask
+        ),
+    ):
+        assert "__cudnn$fmhaScaleBiasSoftmax(" in text or '__cudnn$fmhaScaleBiasSoftmax"' in text
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
+
+
+def test_keys_that_a_mask_hides_from_all_queries_of_a_head_do_not_matter(calls: list[dict[str, Any]]) -> None:
+    """On an H200 scores of the largest bfloat16 overflowed past the number that JAX adds for a mask."""
+    rng = np.random.default_rng(0)
+    query, *rest = (jnp.asarray(rng.standard_normal((2, 64, heads, 64)).astype(jnp.bfloat16)) for heads in (4, 2, 2))
+    visible = rng.random((1, 4, 64, 64)) < 0.5
+    visible[:, 2:, :, 9] = False  # of the second KV head
+    masked, layout = spec(has_mask=True), Layout(mask=jnp.asarray(visible))
+    plan = dataclasses.replace(CUDNN.plan(masked, layout, target=H100), spec=masked)
+
+    def results(*arrays: jax.Array) -> list[np.ndarray]:
+        out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], *arrays)
+        return [np.asarray(x) for x in (out, *pullback(jnp.ones_like(out)))]
+
+    huge = [x.at[:, 9, 1].set(jnp.finfo(jnp.bfloat16).max) for x in rest]
+    for ours, theirs in zip(results(query, *rest), results(query, *huge), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "mask and causal"])
