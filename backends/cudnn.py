@@ -50,6 +50,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
             seen &= (jnp.arange(spec.key_value_length, dtype=jnp.int32)[None, :] < lengths[:, None])[..., None, None]
             seeing &= (lengths > 0)[:, None, None, None]
             lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
+        query = jnp.where(seeing, query, jnp.zeros_like(query))
         key, value = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (key, value))
         out = _call(spec, query, key, value, lengths, arrays)
         return jnp.where(seeing, out, jnp.zeros_like(out))

@@ -1,15 +1,16 @@
 """Kascade's kernels in Pallas' Triton dialect for NVIDIA GPUs: attention to listed tiles, its gradient, pooled mass.
 
-The computations are those of ``pallas_tpu.py``. Triton has no prefetched scalars, so one
-program takes some rows of a query tile and loops over the list itself, reading each tile in place. A slot without a
-tile costs nothing. Pallas' interpreter runs the kernels anywhere; they have never run on a GPU here.
+The computations are those of ``pallas_tpu.py``. Triton has no prefetched scalars, so one program takes some rows of a
+query tile and loops over the list itself, reading each tile in place. A slot without a tile costs nothing. Where there
+are few rows, as in a decode step, several programs share a list or the keys (split-KV, as in FlashDecoding), and what
+they found is merged. Pallas' interpreter runs the kernels anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,8 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
+from ..merging import merge_parts
 from .block_sizes import TileBlocks, gpu_blocks, gpu_reasons
 from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, product
+
+# Fewer programs leave processors of a GPU idle: an H200 has 132. With 8 programs, whose keys nobody shared, a decode
+# step of 16 layers took 6.8 times the time of dense attention there (reports/published/gpu-nvidia-h200-kascade).
+PROGRAMS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +58,18 @@ class TritonKernels(PallasKernels):
         return_residuals: bool,
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.attend_rows`."""
-        out = [
-            jax.ShapeDtypeStruct((*rows.shape[:2], values.shape[-1]), jnp.float32 if return_residuals else rows.dtype)
-        ]
-        if return_residuals:
-            out.append(jax.ShapeDtypeStruct(rows.shape[:2], jnp.float32))
-        operands = rows, keys, values, tiles, counts, *flat[:2], *flat.ids
-        return tuple(self._call("kascade_attend", _attend, operands, out, [self._part(x) for x in out]))
+        splits = self._splits(rows, tiles.shape[1])
+        shape, rounded = (splits, *rows.shape[:2]), splits == 1 and not return_residuals
+        out = [jax.ShapeDtypeStruct((*shape, values.shape[-1]), rows.dtype if rounded else jnp.float32)]
+        if not rounded:
+            out.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        whole = keys, values, tiles, counts, *flat[:2], *flat.ids
+        kernel = functools.partial(_attend, kernels=self, slots=-(-tiles.shape[1] // splits))
+        found = self._call("kascade_attend", kernel, (rows,), whole, out, [*map(self._part_of_split, out)], splits)
+        if splits == 1:
+            return tuple(x[0] for x in found)
+        merged = merge_parts([(found[0][split], found[1][split]) for split in range(splits)])
+        return merged if return_residuals else (merged[0].astype(rows.dtype),)
 
     def gradients_of_rows(
         self, by: Literal["query", "key"], rows: Rows, keys: Array, values: Array, visits: Visits, flat: FlatLayout
@@ -81,15 +92,37 @@ class TritonKernels(PallasKernels):
         return tuple(found)
 
     def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "tiles parts units"]:
-        """As :meth:`PallasKernels.mass_of_rows`."""
+        """As :meth:`PallasKernels.mass_of_rows`: first what each row sees as a whole, then the share of every unit."""
+        splits = self._splits(rows, self.tiling.units)
+        units = -(-self.tiling.units // splits)
+        whole, shape = (keys, *flat[:2], *flat.ids), (splits, *rows.shape[:2])
+        sums = [jax.ShapeDtypeStruct(shape, jnp.float32)]
+        kernel = functools.partial(_log_sums, kernels=self, units=units)
+        (found,) = self._call(
+            "kascade_log_sums", kernel, (rows,), whole, sums, [*map(self._part_of_split, sums)], splits
+        )
         parts = rows.shape[1] // self.blocks.block_q
-        out = jax.ShapeDtypeStruct((self.tiles, parts, self.tiling.units), jnp.float32)
-        return self._call("kascade_pooled_mass", _sum, (rows, keys, *flat[:2], *flat.ids), out, pl.no_block_spec)
+        mass = [jax.ShapeDtypeStruct((self.tiles, parts, self.tiling.units), jnp.float32)]
+        kernel = functools.partial(_mass, kernels=self, units=units)
+        by_row = rows, jax.nn.logsumexp(found, axis=0)
+        return self._call("kascade_pooled_mass", kernel, by_row, whole, mass, [pl.no_block_spec], splits)[0]
+
+    def _splits(self, rows: Array, pieces: int) -> int:
+        """Among how many programs the ``pieces`` that the same rows go through are divided."""
+        programs = self.tiles * (rows.shape[1] // self.blocks.block_q)
+        each = -(-pieces // min(pieces, -(-PROGRAMS // programs)))
+        return -(-pieces // each)
 
     def _part(self, rows: Any) -> pl.BlockSpec:
         """The rows of a program."""
+        behind = (0,) * (len(rows.shape) - 2)
+        return pl.BlockSpec((None, self.blocks.block_q, *rows.shape[2:]), lambda part, tile, _: (tile, part, *behind))
+
+    def _part_of_split(self, rows: Any) -> pl.BlockSpec:
+        """What a program finds for its rows in its share of the list or of the keys."""
+        behind = (0,) * (len(rows.shape) - 3)
         return pl.BlockSpec(
-            (None, self.blocks.block_q, *rows.shape[2:]), lambda part, tile: (tile, part, *((0,) * len(rows.shape[2:])))
+            (None, None, self.blocks.block_q, *rows.shape[3:]), lambda part, tile, split: (split, tile, part, *behind)
         )
 
     @property
@@ -99,19 +132,26 @@ class TritonKernels(PallasKernels):
         return plgpu.CompilerParams(num_warps=8 if large else 4, num_stages=2)
 
     def _call(
-        self, name: str, kernel: Callable[..., None], operands: tuple[Array, ...], out: Any, out_spec: Any
-    ) -> Any:
-        """A program for each part of each query tile; all operands but its rows are whole."""
+        self,
+        name: str,
+        kernel: Callable[..., None],
+        by_row: tuple[Array, ...],
+        whole: tuple[Array, ...],
+        out: list[jax.ShapeDtypeStruct],
+        out_specs: Sequence[Any],
+        splits: int,
+    ) -> list[Array]:
+        """A program for each part of each query tile and each split; it gets its rows of the operands ``by_row``."""
         return pl.pallas_call(
-            functools.partial(kernel, kernels=self),
-            grid=(operands[0].shape[1] // self.blocks.block_q, self.tiles),
-            in_specs=[self._part(operands[0]), *(pl.no_block_spec,) * (len(operands) - 1)],
-            out_specs=out_spec,
+            kernel,
+            grid=(by_row[0].shape[1] // self.blocks.block_q, self.tiles, splits),
+            in_specs=[*map(self._part, by_row), *(pl.no_block_spec,) * len(whole)],
+            out_specs=out_specs,
             out_shape=out,
             compiler_params=self._params,
             interpret=self.interpret,
             name=name,
-        )(*operands)
+        )(*by_row, *whole)
 
 
 class _Rows:
@@ -151,10 +191,12 @@ def _attend(
     lengths_ref: Any,
     *refs: Any,
     kernels: TritonKernels,
+    slots: int,
 ) -> None:
-    n_ids, at = 2 * kernels.spec.has_segment_ids, (pl.program_id(0), pl.program_id(1))
+    """Attention to the ``slots`` of the list from the program's own on."""
+    n_ids, (part, tile, split) = 2 * kernels.spec.has_segment_ids, map(pl.program_id, range(3))
     id_refs, (out_ref, *log_sum_refs) = refs[:n_ids], refs[n_ids:]
-    blocks, rows = kernels.blocks, _Rows(kernels, *at, firsts_ref, lengths_ref, id_refs)
+    blocks, rows = kernels.blocks, _Rows(kernels, part, tile, firsts_ref, lengths_ref, id_refs)
     steps, query = jnp.int32(blocks.tile_kv // blocks.step_kv), query_ref[...]
 
     def step(number: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -169,7 +211,8 @@ def _attend(
         return highest, decay * total + weight.sum(axis=1), acc
 
     start = (*_nothing_seen(blocks.block_q), jnp.zeros((blocks.block_q, out_ref.shape[-1]), jnp.float32))
-    highest, total, acc = lax.fori_loop(0, counts_ref[rows.tile] * steps, step, start)
+    first, last = split * slots, jnp.minimum(counts_ref[rows.tile], (split + 1) * slots)
+    highest, total, acc = lax.fori_loop(first * steps, last * steps, step, start)
     total = jnp.where(total == 0.0, 1.0, total)
     out_ref[...] = (acc / total[:, None]).astype(out_ref.dtype)
     for log_sum_ref in log_sum_refs:
@@ -221,42 +264,58 @@ def _gradient(
         ref[...] = total
 
 
-def _sum(query_ref: Any, key_ref: Any, firsts_ref: Any, lengths_ref: Any, *refs: Any, kernels: TritonKernels) -> None:
-    *id_refs, mass_ref = refs
-    # Read once: inside a loop an interpreter does not know them.
-    at = pl.program_id(0), pl.program_id(1)
-    blocks, rows = kernels.blocks, _Rows(kernels, *at, firsts_ref, lengths_ref, id_refs)
-    steps, query = blocks.tile_kv // blocks.step_kv, query_ref[...]
-    end = jnp.minimum(
-        rows.queries.first + jnp.minimum(rows.queries.number, kernels.tiling.query_tile), rows.queries.length
-    )
-    visited = (end + blocks.tile_kv - 1) // blocks.tile_kv
+class _Scored:
+    """Inside a kernel: the rows of a program, and its share of their keys, ``units`` of them."""
 
-    def score_of(begin: Any) -> tuple[Array, Array]:
-        seen = rows.visible(begin)
-        score = kernels.scores(query, key_ref[rows.head, pl.ds(begin, blocks.step_kv), :])
-        return jnp.where(seen, score, HIDDEN), seen
+    def __init__(self, kernels: TritonKernels, units: int, query_ref: Any, key_ref: Any, layout_refs: Any) -> None:
+        part, tile, split = map(pl.program_id, range(3))
+        firsts_ref, lengths_ref, *id_refs = layout_refs
+        self.blocks, self.rows = kernels.blocks, _Rows(kernels, part, tile, firsts_ref, lengths_ref, id_refs)
+        self.steps = self.blocks.tile_kv // self.blocks.step_kv
+        queries = self.rows.queries
+        end = jnp.minimum(queries.first + jnp.minimum(queries.number, kernels.tiling.query_tile), queries.length)
+        self.first, self.end = split * units, jnp.minimum((split + 1) * units, kernels.tiling.units)
+        self.visited = jnp.clip((end + self.blocks.tile_kv - 1) // self.blocks.tile_kv, self.first, self.end)
+        self._kernels, self._query, self._key_ref = kernels, query_ref[...], key_ref
 
-    def log_sum(number: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
+    def of(self, begin: Any) -> tuple[Float[Array, "rows keys"], Bool[Array, "rows keys"]]:
+        """The scores of the step that begins at slot ``begin``, and what is seen."""
+        seen = self.rows.visible(begin)
+        key = self._key_ref[self.rows.head, pl.ds(begin, self.blocks.step_kv), :]
+        return jnp.where(seen, self._kernels.scores(self._query, key), HIDDEN), seen
+
+
+def _log_sums(query_ref: Any, key_ref: Any, *refs: Any, kernels: TritonKernels, units: int) -> None:
+    *layout_refs, log_sum_ref = refs
+    scored = _Scored(kernels, units, query_ref, key_ref, layout_refs)
+
+    def add(number: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
         before, total = state
-        highest, weight, decay = _soften(*score_of(number * blocks.step_kv), before)
+        highest, weight, decay = _soften(*scored.of(number * scored.blocks.step_kv), before)
         return highest, decay * total + weight.sum(axis=1)
 
-    highest, total = lax.fori_loop(0, visited * steps, log_sum, _nothing_seen(blocks.block_q))
-    log_sums = highest + jnp.log(jnp.where(total == 0.0, 1.0, total))
+    steps = scored.first * scored.steps, scored.visited * scored.steps
+    highest, total = lax.fori_loop(*steps, add, _nothing_seen(scored.blocks.block_q))
+    log_sum_ref[...] = highest + jnp.log(jnp.where(total == 0.0, 1.0, total))
 
-    def pool(tile: Any, _: None) -> None:
+
+def _mass(query_ref: Any, log_sum_ref: Any, key_ref: Any, *refs: Any, kernels: TritonKernels, units: int) -> None:
+    *layout_refs, mass_ref = refs
+    scored, log_sums = _Scored(kernels, units, query_ref, key_ref, layout_refs), log_sum_ref[...]
+    at = scored.rows.tile, scored.rows.part
+
+    def pool(unit: Any, _: None) -> None:
         def add(number: Any, mass: Array) -> Array:
-            score, seen = score_of(tile * blocks.tile_kv + number * blocks.step_kv)
+            score, seen = scored.of(unit * scored.blocks.tile_kv + number * scored.blocks.step_kv)
             return mass + jnp.where(seen, jnp.exp(score - log_sums[:, None]), 0.0).sum()
 
-        mass_ref[rows.tile, rows.part, tile] = lax.fori_loop(0, steps, add, jnp.float32(0.0))
+        mass_ref[*at, unit] = lax.fori_loop(0, jnp.int32(scored.steps), add, jnp.float32(0.0))
 
-    def nothing(tile: Any, _: None) -> None:
-        mass_ref[rows.tile, rows.part, tile] = jnp.float32(0.0)
+    def nothing(unit: Any, _: None) -> None:
+        mass_ref[*at, unit] = jnp.float32(0.0)
 
-    lax.fori_loop(0, visited, pool, None)
-    lax.fori_loop(visited, kernels.tiling.units, nothing, None)
+    lax.fori_loop(scored.first, scored.visited, pool, None)
+    lax.fori_loop(scored.visited, scored.end, nothing, None)
 
 
 def _soften(score: Array, seen: Array, before: Array) -> tuple[Array, Array, Array]:

@@ -66,7 +66,7 @@ def overview(records: Sequence[Record], form: Form) -> Iterator[str]:
     rows = []
     for name, group in backends:
         answers = {record.case: answer_of(record) for record in group}
-        counts = (_count(group, "ok"), len(_failed(group)), _count(group, "unsupported")) if counted else ()
+        counts = (_count(group, "ok"), len(_failed(_problems(group))), _count(group, "unsupported")) if counted else ()
         modes = sorted({record.mode for record in group if record.mode is not None})
         rows.append((form.name(name), ", ".join(modes), *counts, *(answers.get(verdict, "") for verdict in judged)))
     headers = ("backend", "mode", *counted, *judged)

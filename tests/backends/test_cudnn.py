@@ -157,6 +157,7 @@ def test_batch_entry_without_a_valid_key_gives_zero_forward_and_backward(calls: 
     ragged = spec(num_kv_heads=4, has_seq_lengths=True)
     layout = Layout(key_value_seq_lengths=jnp.array([0, 20], jnp.int32))
     query, key, value = (jnp.asarray(rng.standard_normal((2, 64, 4, 64)).astype(jnp.bfloat16)) for _ in range(3))
+    query, key, value = (x.at[0].set(jnp.nan) for x in (query, key, value))
     plan = CUDNN.plan(ragged, layout, target=H100)
     out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
     dq, dk, dv = (np.asarray(x) for x in pullback(jnp.ones_like(out)))

@@ -95,7 +95,7 @@ def test_every_row_of_the_kascade_suite_is_run_or_refused_for_the_devices_own_ke
     on(kind)
     found = planned(SUITES["kascade"].cases, METHODS)
     dense = {"v5e": "splash", "h100": "chunked"}[kind]
-    repeats = "refused: kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade."
+    repeats = "refused: kascade_profitable: it runs sparse here, so this row would repeat kascade."
     for (case, row), whats in found.items():
         timed = case in ("kascade_prefill", "kascade_decode")
         if row == "dense":

@@ -82,7 +82,7 @@ def _cell(case: StackCase, row: str, dense: str, target: Target) -> Cell:
     if row == "kascade_profitable":
         settings = settings_of(case, schedule=schedule_of(case))
         if not_profitable(stack_spec(case), settings) is None:
-            reason = "kascade_profitable: sparse is expected to be faster here, so this row would repeat kascade."
+            reason = "kascade_profitable: it runs sparse here, so this row would repeat kascade."
             return refused(case, row, (reason,))
     if row in KERNELS and kernel_of(case, "kascade", target) == KERNELS[row]:
         return refused(case, row, (f"{row}: that kernel computes kascade here, so this row would repeat it.",))

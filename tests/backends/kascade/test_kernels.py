@@ -14,7 +14,16 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, oracle
 from attnsuite.backends.contract import may_attend
-from attnsuite.backends.kascade import Settings, TileLayout, Tiling, block_sizes, pallas_rows, pallas_tpu, reference
+from attnsuite.backends.kascade import (
+    Settings,
+    TileLayout,
+    Tiling,
+    block_sizes,
+    pallas_rows,
+    pallas_tpu,
+    pallas_triton,
+    reference,
+)
 from attnsuite.backends.kascade.pallas_tpu import TpuKernels
 from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_local
@@ -296,6 +305,26 @@ def _arrays(jaxpr) -> tuple[int, set[str]]:
             below, more = _arrays(inner)
             largest, primitives = max(largest, below), primitives | more
     return largest, primitives
+
+
+@pytest.mark.parametrize("case", ["plain", "segments-and-lengths", "decode"])
+def test_rows_that_no_programs_share_are_the_same(case, monkeypatch):
+    """All cases are so small that programs share their rows: a list, and the keys whose mass is pooled."""
+    given = problem(case)
+    shared = attend(TritonKernels, given), pooled_mass(TritonKernels, given)
+    monkeypatch.setattr(pallas_triton, "PROGRAMS", 1)
+    alone = attend(TritonKernels, given, changed=True), pooled_mass(TritonKernels, given)
+    assert verdict(given, alone[0]).passed
+    assert mass_error(given, alone[1]) < MASS_BOUND
+    assert any((one != several).any() for one, several in zip(alone, shared, strict=True))  # they were not one program
+
+
+@pytest.mark.thorough
+def test_parts_that_are_merged_without_their_weights_fail(monkeypatch):
+    given = problem("decode")
+    mean = lambda parts: tuple(sum(x) / len(parts) for x in zip(*parts, strict=True))  # noqa: E731
+    monkeypatch.setattr(pallas_triton, "merge_parts", mean)
+    assert not verdict(given, attend(TritonKernels, given, changed=True)).passed
 
 
 @pytest.mark.parametrize("case", ["odd-length", "segments-and-lengths"])
