@@ -29,6 +29,8 @@ ALONE = ("sharded", TRAINING.name, TRAINING_SHARDED.name, *(folder.name for fold
 PAGES = {
     "gpu-nvidia-h200": (),
     "gpu-nvidia-h200-16384": (),
+    "gpu-nvidia-h200-decode": (),
+    "gpu-nvidia-h200-kascade": (),
     "cpu-amd-epyc": (),
     "cpu-amd-epyc-speed": (),
     "cpu-intel-xeon": (),
