@@ -38,11 +38,10 @@ class Cell:
     """One row of one case: the request, and what runs for it. ``mode`` is None where nothing can run.
 
     ``row`` is a backend, a peer, or a way to attend that only the suite knows. ``devices`` is the number of JAX devices
-    that share the problem. ``problem`` holds the case's fields; ``suite.kinds.make_case`` makes the case from them.
+    that share the problem.
     """
 
-    case: str
-    problem: dict[str, Scalar]
+    case: Case
     row: str
     target: str
     resolved: str | None
@@ -55,12 +54,12 @@ class Cell:
     def key(self) -> str:
         """``case/row/target/mode``, with ``row@n`` on n devices. Where nothing runs, ``mode`` is the requested mode."""
         devices = "" if self.devices == 1 else f"@{self.devices}"
-        return f"{self.case}/{self.row}{devices}/{self.target}/{self.mode or 'native'}"
+        return f"{self.case.name}/{self.row}{devices}/{self.target}/{self.mode or 'native'}"
 
     @property
     def kind(self) -> str:
         """The kind of its record."""
-        return str(self.problem["kind"])
+        return self.case.kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from .grid.process import Worker
 from .grid.references import References
 from .grid.running import RunContext, Running, outcome_of
 from .grid.shared_process import Restarting
-from .kinds import kind, make_case, problem_of
+from .kinds import kind, problem_of
 from .kinds.attention_call import OpCase
 from .kinds.model import ModelCase
 from .measure import environment
@@ -202,7 +202,7 @@ class _Compiler:
     def _once(self, cell: Cell) -> Iterator[Record]:
         if cell.key in self._records or self._process.stopped:
             return
-        self._context.watcher.doing(cell.case, cell.row, f"for {self._target}")
+        self._context.watcher.doing(cell.case.name, cell.row, f"for {self._target}")
         cache = self._request.cache / "schedules" if self._request.schedule else self._request.cache
         path = compile_cache.path_of(cache, cell, self._target, self._context.environment)
         is_user_function = is_reference(cell.row)  # what its file imports may have changed
@@ -219,7 +219,7 @@ class _Compiler:
         is_user_function = is_reference(cell.row)
         process = self._confined if is_user_function else self._process
         each, seconds = Running(cell, process), self._context.limits.seconds
-        call = (compiled, make_case(cell.problem), cell.row, self._target, process.dump)
+        call = (compiled, cell.case, cell.row, self._target, process.dump)
         try:
             notes = () if not is_user_function or each.ask(seconds, work.confined) else (work.UNCONFINED,)
             outcome = outcome_of(each.ask(seconds, *call))

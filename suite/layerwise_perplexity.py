@@ -29,7 +29,6 @@ from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
 from .kinds.model_program import selected_shares
-from .kinds.text_kind import TEXT
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.tokens import bits, reader_of, unigram_bits
@@ -40,6 +39,18 @@ from .store import RECORDS, RunStore
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
 _GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamedText:
+    """A :class:`.kinds.text_case.TextCase` of any name and number of sequences: one is enough here."""
+
+    name: str
+    model: str
+    sequence: int
+    sequences: int
+    dtype: str
+    kind: str = "perplexity"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,11 +300,10 @@ def _judged(
 
 
 def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) -> Cell:
-    problem = TEXT.problem(request.model, request.sequence, request.sequences, config.dtype)
+    name = f"perplexity-{Path(request.model).resolve().name}-s{request.sequence}-{config.dtype}"
     found = [resolution for _, resolution in attention.resolutions]
     return Cell(
-        case=str(problem["name"]),
-        problem=problem,
+        case=StreamedText(name, request.model, request.sequence, request.sequences, config.dtype),
         row=request.backend,
         target=str(Target.here()),
         resolved=attention.name,

@@ -42,7 +42,7 @@ from .grid.process import Worker
 from .grid.references import References
 from .grid.running import Limits, RunContext, Running
 from .grid.shared_process import Restarting
-from .kinds import kind
+from .kinds import kind, problem_of
 from .kinds.attention_call import OpCase, judged_case, op_program, spec_of
 from .kinds.tuning_case import TUNING
 from .measure import speed, tensor_errors
@@ -107,7 +107,7 @@ class TuneGrid(Grid):
                 continue
             left = sum(_work(other, trials[other.key]) for other in cells[place:])
             estimate = f"; about {math.ceil(left * seconds / tried / 60)} minutes left" if tried else ""
-            context.watcher.doing(cell.case, cell.row, f"trying {trials[cell.key]} candidates{estimate}")
+            context.watcher.doing(cell.case.name, cell.row, f"trying {trials[cell.key]} candidates{estimate}")
             start = time.monotonic()
             yield _record(cell, self, references, context)
             seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
@@ -138,13 +138,16 @@ def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None
 def cell_of(case: OpCase, name: str, target: str, request: TuneGrid) -> Cell:
     """The cell of a backend on a case."""
     mode, exact = "native" if request.target is None else "compile", registry.get(name).exact
-    made = kind.cell(case, name, target, resolved=name, mode=mode, exact=exact)
-    return dataclasses.replace(made, problem=TUNING.problem(case))
+    return kind.cell(TUNING.of(case), name, target, resolved=name, mode=mode, exact=exact)
+
+
+def _call(cell: Cell) -> OpCase:
+    return TUNING.call(problem_of(cell.case))
 
 
 def _trials(cells: Sequence[Cell], request: TuneGrid) -> list[int | str]:
     """Of each cell the number of candidates, or why there are none. For this device one process is asked for all."""
-    problems = [(cell.row, TUNING.call(cell.problem)) for cell in cells]
+    problems = [(cell.row, _call(cell)) for cell in cells]
     if request.target is not None:
         return count_candidates(problems, request.target, request.fixed)
     try:
@@ -184,7 +187,7 @@ def _supported(
 
 def _work(cell: Cell, candidates: int | str) -> float:
     """What trying the candidates of a cell takes, in units that all cells share: the pairs that are computed."""
-    case = TUNING.call(cell.problem)
+    case = _call(cell)
     return 0.0 if isinstance(candidates, str) else candidates * case.sequence**2 * (3 if case.needs_grad else 1)
 
 
@@ -196,7 +199,7 @@ def _unsupported(cell: Cell, reason: str, context: RunContext) -> Record:
 
 
 def _record(cell: Cell, request: TuneGrid, references: References, context: RunContext) -> Record:
-    each, case = Running(cell), TUNING.call(cell.problem)
+    each, case = Running(cell), _call(cell)
     try:
         with each.timed():
             if request.target is None:

@@ -13,7 +13,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -39,8 +39,10 @@ Scalar = None | bool | Whole | Real | str
 _TYPE_NAMES = {str: "text", bool: "true or false", type(None): "nothing", int: "an integer", float: "a number"}
 
 
-def convert(data: Any, type_: Any) -> Any:
+def convert(data: Any, type_: Any, decode: Callable[[type, Any], Any] | None = None) -> Any:
     """``data`` as a ``type_``. Raises ValueError with one sentence less its full stop, and the errors of ``type_``.
+
+    ``decode(type, data)`` makes the values of types that JSON has no form for.
 
     >>> convert({"cores": "two"}, dict[str, Count])
     Traceback (most recent call last):
@@ -49,7 +51,7 @@ def convert(data: Any, type_: Any) -> Any:
     try:
         for sentence in _unknown(data, type_):
             raise ValueError(sentence)
-        return msgspec.convert(data, type_, strict=True)
+        return msgspec.convert(data, type_, strict=True, dec_hook=decode)
     except msgspec.ValidationError as error:
         if error.__cause__ is not None:  # raised by the check of a dataclass
             raise error.__cause__ from None

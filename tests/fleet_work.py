@@ -51,16 +51,14 @@ class Work:
         environment: Environment = {"versions": found, "source": source_digest(), "git_revision": None, "flags": {}}
         environment |= {"target": os.environ.get("FLEET_WORK_TARGET", "cpu:fake"), "cpu": "fake", "cores": 1}
         cells = [
-            Cell(
-                case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native", exact=True
-            )
+            Cell(case=case, row=row, target="cpu", resolved=row, mode="native", exact=True)
             for case in request.cases
             for row in request.backends
         ]
         return environment, cells
 
     def compute(self, cells: Sequence[Cell]) -> Iterator[object]:
-        case, folder = cells[0].case, self._request.out.parent
+        case, folder = cells[0].case.name, self._request.out.parent
         with (folder / BEGUN).open("a") as file:
             file.write(f"{case} {self._name}\n")
         yield Doing(case, cells[0].row, "pretending")
@@ -101,7 +99,7 @@ class PretendGrid(Grid):
 
 
 def record_of(cell: Cell, node: str) -> Record:
-    return Record(key=cell.key, suite="fleet", case=cell.case, kind=cell.kind, problem=cell.problem,
+    return Record(key=cell.key, suite="fleet", case=cell.case.name, kind=cell.kind, problem=problem_of(cell.case),
                   requested=cell.row, resolved=cell.row, mode="native", exact=True, target=cell.target, status="ok",
                   samples=(1e-3,) * 5, environment={"node": node}, started="2026-11-20T00:00:00+00:00")  # fmt: skip
 

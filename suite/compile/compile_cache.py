@@ -20,7 +20,7 @@ from typing import Any
 from attnsuite.backends import Target
 
 from ..cell import Cell
-from ..kinds import make_case
+from ..kinds import problem_of
 from ..kinds.model import ModelCase
 from ..record import Record, RecordError
 from .programs import model_config
@@ -30,9 +30,9 @@ _CIRCUMSTANCES = ("versions", "source", "flags")
 
 def path_of(folder: Path, cell: Cell, target: Target, environment: Mapping[str, Any]) -> Path:
     """The file of a cell in ``folder``. ``environment`` is that of the cell's record."""
-    what: dict[str, Any] = {"case": cell.problem, "backend": cell.row, "target": dataclasses.asdict(target)}
-    if isinstance(case := make_case(cell.problem), ModelCase):
-        what["model"] = repr(model_config(case))
+    what: dict[str, Any] = {"case": problem_of(cell.case), "backend": cell.row, "target": dataclasses.asdict(target)}
+    if isinstance(cell.case, ModelCase):
+        what["model"] = repr(model_config(cell.case))
     what |= {name: environment[name] for name in _CIRCUMSTANCES}
     return folder / f"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]}.json"
 

@@ -37,11 +37,12 @@ def made(call: Mapping[str, Any]) -> Callable[[], Any]:
     hints = get_type_hints(function, localns={"TextFile": TextFile}, include_extras=True)
     named = inspect.signature(function).bind(*call["arguments"]).arguments
     return functools.partial(
-        function, *(msgspec.convert(value, hints[name], dec_hook=_made_of) for name, value in named.items())
+        function, *(msgspec.convert(value, hints[name], dec_hook=decode) for name, value in named.items())
     )
 
 
-def _made_of(kind: type, value: Any) -> Any:
+def decode(kind: type, value: Any) -> Any:
+    """What JSON has no form for: a path, and a case, whose kind the table names."""
     from ..kinds import make_case  # noqa: PLC0415 (the process that asks needs no kind)
 
     return Path(value) if kind is Path else make_case(value) if kind is Case else value

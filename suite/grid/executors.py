@@ -28,7 +28,7 @@ from attnsuite.backends.devices import usable_cores
 from .. import host_devices, peers
 from ..cell import Case, Cell, Outcome
 from ..errors import CellFailure, InputError
-from ..kinds import kind_of, make_case
+from ..kinds import kind_of
 from ..record import Record
 from ..user_function import files_of
 from .process import Worker
@@ -42,8 +42,9 @@ _PROCESS_BYTES = 2 * 2**30  # of a GPU's memory, that JAX and a problem of the c
 _PROCESSES = 4
 
 
-def in_turns(case: Case, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
-    """Yields a failure at once, and the measured cells when all samples are taken."""
+def in_turns(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    """Yields a failure at once, and the measured cells when all samples are taken. The cells are of one case."""
+    case = cells[0].case
     with contextlib.ExitStack() as stack:
         running = _started(cells, references, context.limits, stack)
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
@@ -83,7 +84,7 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
         return _reference(case, "native", references)
 
     def process_layout(cell: Cell) -> tuple[tuple[int, int] | None, int]:
-        return kind_of(cell.kind).processes(make_case(cell.problem)), cell.devices
+        return kind_of(cell.kind).processes(cell.case), cell.devices
 
     for (joined, devices), members in itertools.groupby(cells, key=process_layout):
         if joined is None:
@@ -173,8 +174,7 @@ def _records(
 ) -> Iterator[Record]:
     """The records of cells that are not sampled."""
     for each in cells:
-        case = make_case(each.cell.problem)
-        yield prepare(each, reference(case), context, references) or each.record(context)
+        yield prepare(each, reference(each.cell.case), context, references) or each.record(context)
 
 
 def _parts(cells: Sequence[Cell], context: RunContext) -> list[list[Cell]]:

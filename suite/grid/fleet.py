@@ -275,10 +275,10 @@ class Fleet:
             return None
         self._release(member)
         losses = self._losses.setdefault(key, [])
-        losses.append(job.cells[0].case if job else "its start")
+        losses.append(job.cells[0].case.name if job else "its start")
         if job is not None:
             job.lost_on.append(member.name)
-            self._watcher.warn(f"case {job.cells[0].case} was lost on node {member.name} ({reason}).")
+            self._watcher.warn(f"case {job.cells[0].case.name} was lost on node {member.name} ({reason}).")
         if len(losses) >= _LOSSES:
             self._refuse(member, f"it lost {', '.join(losses)} one after the other ({reason})")
         else:

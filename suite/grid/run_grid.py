@@ -32,6 +32,7 @@ from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from ..typed import Scalar
 from ..user_function import digests, files_of, is_reference, known_row
 from . import work
+from .call import decode
 from .executors import in_turns, is_measured, one_after_another, refused
 from .grid import Grid
 from .probe import find_cells
@@ -246,12 +247,12 @@ def group_records(cells: Sequence[Cell], references: References, context: RunCon
     if running and kind_of(running[0].kind).shares_process:
         yield from one_after_another(running, references, context)
     elif running:
-        yield from in_turns(make_case(running[0].problem), running, references, context)
+        yield from in_turns(running, references, context)
 
 
 def _group(cell: Cell) -> tuple[str, str]:
     """Cells that are equal in this are computed together."""
-    return cell.kind, "" if kind_of(cell.kind).cases_share_process else cell.case
+    return cell.kind, "" if kind_of(cell.kind).cases_share_process else cell.case.name
 
 
 def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
@@ -271,7 +272,7 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
     if source_files := digests(request.backends):
         answer["environment"]["source_files"] = source_files
     try:
-        return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell])
+        return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell], decode)
     except ValueError as error:
         raise InputError(f"what this machine says of itself cannot be recorded: {error}.") from error
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .. import peers, typed
 from ..cell import Cell, Outcome
 from ..errors import CellFailure, InputError
-from ..kinds import checked, kind_of, make_case
+from ..kinds import checked, kind_of, problem_of
 from ..measure import plausible, tensor_errors
 from ..measure.speed import Sampling
 from ..record import Environment, Measured, Record, RecordError
@@ -93,9 +93,9 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
     }
     record = Record(
         key=cell.key,
-        case=cell.case,
+        case=cell.case.name,
         kind=cell.kind,
-        problem=cell.problem,
+        problem=problem_of(cell.case),
         requested=cell.row,
         resolved=None if outcome.reasons else cell.resolved,
         mode=None if outcome.status == "unsupported" else cell.mode,
@@ -188,7 +188,7 @@ def prepare(
     """Make a cell ready for sampling. Returns its record where it ends here: it failed, is wrong, or is not timed."""
     if isinstance(reference, Exception):
         return each.failed(context, reference)
-    context.watcher.doing(each.cell.case, each.cell.row, "compiling and judging")
+    context.watcher.doing(each.cell.case.name, each.cell.row, "compiling and judging")
     apart = references is not None and kind_of(each.cell.kind).judges_in_subprocess
     local_reference = None if apart else reference
     call = (
@@ -199,7 +199,7 @@ def prepare(
         context.text,
         isinstance(each.worker, Turn),
     )
-    seconds = context.limits.seconds * kind_of(each.cell.kind).patience(make_case(each.cell.problem))
+    seconds = context.limits.seconds * kind_of(each.cell.kind).patience(each.cell.case)
     try:
         answer = each.ask(seconds, *call)
         each.outcome, each.names_outputs = outcome_of(answer["outcome"]), answer["named"]
@@ -267,9 +267,9 @@ def profile(each: Running, context: RunContext) -> None:
     """Profile one more call, after the samples: a profiler slows what it watches. Its failure is a warning."""
     if context.profile is None:
         return
-    context.watcher.doing(each.cell.case, each.cell.row, "profiling")
+    context.watcher.doing(each.cell.case.name, each.cell.row, "profiling")
     devices = "" if each.cell.devices == 1 else f"-{each.cell.devices}-devices"
-    name = f"{each.cell.case}-{each.cell.row}{devices}"
+    name = f"{each.cell.case.name}-{each.cell.row}{devices}"
     try:
         folder = context.profile.resolve()
         warnings = each.worker.ask(context.limits.seconds, work.profiled, each.cell.key, folder, name)
@@ -301,7 +301,7 @@ def _judge(each: Running, reference: Path, context: RunContext, references: Refe
     with _outputs(each, context, work.answer, references.seed) as (path, _):
         is_held = bool(each.cell.exact) or is_reference(each.cell.row)
         accuracy = references.judge(
-            make_case(each.cell.problem),
+            each.cell.case,
             each.cell.mode,
             reference,
             path,
@@ -315,7 +315,7 @@ def _recheck(each: Running, seed: int, context: RunContext, references: Referenc
     if not (each.cell.exact and each.outcome.status == "ok"):
         return  # an approximation is judged beside controls, and only whole
     with _outputs(each, context, work.saved_outputs) as (path, call):
-        errors = references.recheck(make_case(each.cell.problem), path, seed, typed.convert(call, Size))
+        errors = references.recheck(each.cell.case, path, seed, typed.convert(call, Size))
     if errors is not None and (sentence := tensor_errors.describe_failure(errors)):
         raise CellFailure("wrong", f"a timed call gave {sentence}")
 
@@ -333,7 +333,7 @@ def _outputs(
 
 def _check_plausible(each: Running, context: RunContext) -> None:
     """Raises CellFailure for times that no machine or clock explains."""
-    dtype, machine = str(each.cell.problem.get("dtype")), context.environment.get("machine")
+    dtype, machine = str(getattr(each.cell.case, "dtype", None)), context.environment.get("machine")
     sentence = plausible.clock(each.spent, each.sampling_seconds, len(each.samples))
     if sentence is None and machine is not None and each.cell.exact:  # an approximation may leave work out
         sentence = plausible.floor(each.outcome.device_seconds or each.samples, each.outcome, dtype, machine)

@@ -18,7 +18,7 @@ from attnsuite.backends import Target, registry
 
 from ..cell import Case, Cell, Means, Outcome, Prepared, Process
 from ..errors import CellFailure
-from ..kinds import kind_of, make_case
+from ..kinds import kind_of
 from ..measure import accelerator, arrays, machine, memory, placement, speed
 from ..measure.fresh import Draw
 from ..measure.profile import profile
@@ -57,7 +57,7 @@ def prepare(
     else:
         register_functions([cell.row])
     means = Means(reference=reference, memory_limit=memory_limit, text=text, resident=resident, start=start)
-    prepared = _PREPARED[cell.key] = kind.prepare(cell, make_case(cell.problem), means)
+    prepared = _PREPARED[cell.key] = kind.prepare(cell, cell.case, means)
     outcome = prepared.outcome
     function = subprocess_function_of(registry.get(cell.row)) if is_user_function else None
     if is_user_function and not (is_confined if function is None else function.process.is_confined):

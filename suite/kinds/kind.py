@@ -152,7 +152,7 @@ class Kind:
 
 def cell(case: Case, row: str, target: Target | str | None = None, **outcome: Any) -> Cell:
     """A cell of ``case`` on ``target``, or on this machine's device (initialises JAX)."""
-    return Cell(case=case.name, problem=problem_of(case), row=row, target=str(target or Target.here()), **outcome)
+    return Cell(case=case, row=row, target=str(target or Target.here()), **outcome)
 
 
 def refused(case: Case, row: str, reasons: Iterable[str]) -> Cell:

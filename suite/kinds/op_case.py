@@ -60,9 +60,14 @@ class Call:
         return describe_call(self)
 
     @property
+    def operation(self) -> str:
+        """What the call does: its kind."""
+        return self.kind
+
+    @property
     def is_decode(self) -> bool:
         """Whether it is a decode step: one query token at the end of the keys."""
-        return self.kind == "op_decode"
+        return self.operation == "op_decode"
 
     @property
     def query_length(self) -> int:
@@ -72,7 +77,7 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         """Whether gradients are computed."""
-        return self.kind.endswith("_backward")
+        return self.operation.endswith("_backward")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

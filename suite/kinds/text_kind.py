@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ..cell import Cell, Means, Prepared, Request
@@ -42,12 +41,6 @@ class Text(Kind):
     def of_checkpoint(self, text: Mapping[str, Any], timed: Mapping[str, Any]) -> Iterable[TextCase]:
         """The loss on the text."""
         yield TextCase(**text)
-
-    def problem(self, model: str, sequence: int, sequences: int, dtype: str) -> dict[str, Any]:
-        """The problem of a record of ``attnsuite perplexity``, to which one sequence is enough."""
-        name = f"perplexity-{Path(model).resolve().name}-s{sequence}-{dtype}"
-        sizes = {"sequence": sequence, "sequences": sequences}
-        return {"kind": "perplexity", "name": name, "model": model, **sizes, "dtype": dtype}
 
     def prepare(self, cell: Cell, case: TextCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""

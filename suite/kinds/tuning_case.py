@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from attnsuite.backends.tunable import KernelWork
 
@@ -13,7 +13,7 @@ from ..record import Kernel, Schedule
 from ..typed import Real, Scalar
 from . import make_case
 from .kind import Kind, problem_of
-from .op_case import OpCase
+from .op_case import OpCase, OpKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,19 @@ class Trials:
     tried: tuple[Trial, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TuningCase(OpCase):
+    """An attention call whose options are tried. ``op`` is its kind."""
+
+    kind: Literal["tuning"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    op: OpKind
+
+    @property
+    def operation(self) -> str:
+        """What the call does, as the kind of an attention call says it."""
+        return self.op
+
+
 class Tuning(Kind):
     """The kind of records of ``attnsuite tune``. A suite has no such case."""
 
@@ -45,9 +58,10 @@ class Tuning(Kind):
     page: ClassVar = "tuning"
     facts: ClassVar = Trials
 
-    def problem(self, case: OpCase) -> dict[str, Any]:
-        """The problem of a record about an attention call."""
-        return problem_of(case) | {"kind": "tuning", "op": case.kind}
+    def of(self, case: OpCase) -> TuningCase:
+        """The case of a record about an attention call."""
+        fields: dict[str, Any] = problem_of(case) | {"kind": "tuning", "op": case.kind}
+        return TuningCase(**fields)
 
     def call(self, problem: Mapping[str, Any]) -> OpCase:
         """The attention call of such a problem. Raises InputError."""

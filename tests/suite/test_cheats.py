@@ -303,7 +303,7 @@ type(CONFORMANCE).calls_in_subprocess = {apart}
 case = ConformanceCase(name="gqa-1")
 for name in {names}:
     row = "{FILE}:" + name
-    cell = Cell(case=case.name, problem=problem_of(case), row=row, target=str(Target.here()), resolved=row,
+    cell = Cell(case=case, row=row, target=str(Target.here()), resolved=row,
                 mode="native", exact=True)
     outcome = work.prepare(cell, None, 2**34, None, True)["outcome"]
     print(name, outcome.status, "unconfined" if work.UNCONFINED in outcome.notes else "confined")

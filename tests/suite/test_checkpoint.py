@@ -171,7 +171,7 @@ def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_
     assert model_suite.rows(["standard"]) == ("standard",)
     small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
     found = find_cells(("standard", "kascade", "dense"), small)["cells"]
-    plans = {(cell.case, cell.row): cell for cell in found}
+    plans = {(cell.case.name, cell.row): cell for cell in found}
     left = plans[cases[2].name, "kascade"]
     assert left.mode is None
     assert "beside its controls" in left.reasons[0]

@@ -59,7 +59,7 @@ def planned(cases, rows):
         cells = find_cells(tuple(rows), tuple(cases))["cells"]
     for cell in cells:
         what = f"{cell.resolved} {cell.mode}" if cell.mode else "refused: " + " ".join(cell.reasons)
-        found[kinds[cell.case], cell.row].add(what)
+        found[kinds[cell.case.name], cell.row].add(what)
     return found
 
 

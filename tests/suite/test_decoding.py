@@ -13,7 +13,7 @@ from attnsuite.models import ModelConfig
 from attnsuite.suite import peers
 from attnsuite.suite.cell import Cell, Means
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds import model_program, problem_of
+from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.kinds.model_kind import MODEL
 from attnsuite.suite.measure import execution
@@ -70,7 +70,7 @@ def test_program_that_is_timed_is_the_one_that_is_judged(case, tmp_path, monkeyp
     with np.load(path) as arrays:
         np.savez(spoilt, **{name: tensor + 0.01 for name, tensor in arrays.items()})
     monkeypatch.setattr(execution, "outputs_of", pytest.fail)  # a second program
-    cell = Cell(case=case.name, problem=problem_of(case), row="chunked", target="cpu", resolved="chunked",
+    cell = Cell(case=case, row="chunked", target="cpu", resolved="chunked",
                 mode="native", exact=True)  # fmt: skip
     answers = MODEL.prepare(cell, case, Means(reference=None, memory_limit=2**33)).answers(0)
     for file, passed in ((path, True), (spoilt, False)):

@@ -16,6 +16,8 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import executors, run_grid
 from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run_grid import new_request
+from attnsuite.suite.kinds.conformance_case import ConformanceCase
+from attnsuite.suite.kinds.retrieval_case import RetrievalCase
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
 from attnsuite.suite.verbs import run as run_verb
@@ -114,8 +116,7 @@ def test_contract_is_dealt_to_processes_on_a_gpu_alone_case_by_case(monkeypatch,
     assert executors._PROCESSES == 4  # more cores than that change nothing
     cells = [
         Cell(
-            case=name,
-            problem={"kind": "conformance"},
+            case=ConformanceCase(name=name),
             row=row,
             target=target,
             resolved=row,
@@ -129,8 +130,8 @@ def test_contract_is_dealt_to_processes_on_a_gpu_alone_case_by_case(monkeypatch,
     parts = executors._parts(cells, context)
     assert len(parts) == processes
     assert sorted(cell.key for part in parts for cell in part) == sorted(cell.key for cell in cells)
-    assert all(len({cell.case for cell in part}) * 2 == len(part) for part in parts)
-    timed = [dataclasses.replace(cell, problem={"kind": "retrieval"}) for cell in cells]
+    assert all(len({cell.case.name for cell in part}) * 2 == len(part) for part in parts)
+    timed = [dataclasses.replace(cell, case=RetrievalCase()) for cell in cells]
     assert len(executors._parts(timed, context)) == 1  # a kind whose cases do not share a process
 
 

@@ -12,7 +12,7 @@ from attnsuite.suite import peers
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
-from attnsuite.suite.kinds import kind_of, problem_of
+from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase
 from attnsuite.suite.kinds.model import ModelCase
 from attnsuite.suite.measure import tensor_errors
@@ -110,9 +110,7 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
             return {"seconds": 0.5, "spent": 0.5}
 
     case = CASES[0]
-    cell = Cell(
-        case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode="native", exact=True
-    )
+    cell = Cell(case=case, row=row, target="cpu", resolved=row, mode="native", exact=True)
     context = running.RunContext(
         suite="cpu-speed", limits=running.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
     )

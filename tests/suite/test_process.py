@@ -25,7 +25,6 @@ from attnsuite.suite.grid import call, executors, work
 from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Limits, RunContext, Running
-from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.attention_call import OpCase
 from command import WorkerHere
 from script import printed
@@ -101,7 +100,7 @@ def test_sample_that_holds_a_stop_is_taken_again():
             self.slept += taken if taken > 1 else 0.0
             return {"seconds": taken, "spent": taken}
 
-    cell = Cell(case="c", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
+    cell = Cell(case=OpCase(kind="op_forward", sequence=8), row="standard", target="cpu", resolved="standard",
                 mode="native", exact=True)  # fmt: skip
     running = Running(cell, Stopped(), outcome=Outcome(calls=1))
     watcher: Any = SimpleNamespace(doing=lambda *_: None)
@@ -128,13 +127,13 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
     monkeypatch.setattr(executors, "usable_cores", lambda: 2)
     case = OpCase(kind="op_forward", sequence=16)
     cells = [
-        Cell(case=case.name, problem=problem_of(case), row=row, target="cpu", resolved=row, mode=mode, exact=True)
+        Cell(case=case, row=row, target="cpu", resolved=row, mode=mode, exact=True)
         for row, mode in (("standard", "native"), ("splash", "interpret"), ("pallas_flash", "interpret"))
     ]
     watcher: Any = SimpleNamespace(doing=lambda *_: None)
     references: Any = SimpleNamespace(path=lambda *_, **__: None)
     context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
-    records = list(executors.in_turns(case, cells, references, context))
+    records = list(executors.in_turns(cells, references, context))
     assert asked == ["interpret", "interpret", "native"]
     assert [(record.status, record.error, len(record.samples)) for record in records] == [
         ("ok", None, 0),
@@ -193,7 +192,7 @@ def test_address_space_that_is_too_small_for_jax_is_a_failure_and_no_hang():
 
 def test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu():
     case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
-    cell = Cell(case=case.name, problem=problem_of(case), row="standard", target="cuda:h100", resolved="standard",
+    cell = Cell(case=case, row="standard", target="cuda:h100", resolved="standard",
                 mode="native", exact=True)  # fmt: skip
     with pytest.raises(CellFailure, match=r"is for cuda:h100, and JAX now finds cpu.*: the device is gone") as failure:
         work.prepare(cell, None, 2**33, None, shared=False)

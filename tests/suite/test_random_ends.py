@@ -14,6 +14,7 @@ import pytest
 
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid.running import Running
+from attnsuite.suite.kinds.op_case import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
 
 TESTS = Path(__file__).parents[1]
@@ -54,8 +55,8 @@ def test_run_without_home_and_tmpdir_and_with_few_file_handles_is_whole(
 def test_clock_that_goes_backwards_changes_no_duration(monkeypatch):
     clock = iter(range(2_000_000_000, 0, -3600))
     monkeypatch.setattr(time, "time", lambda: next(clock))
-    running = Running(Cell(case="c", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
-                           mode="native", exact=True))  # fmt: skip
+    case = OpCase(kind="op_forward", sequence=8)
+    running = Running(Cell(case=case, row="standard", target="cpu", resolved="standard", mode="native", exact=True))
     with running.timed():
         time.sleep(1e-3)
     assert 1e-3 <= running.wall < 60

@@ -19,7 +19,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.run_grid import RunGrid
 from attnsuite.suite.grid.running import Limits
-from attnsuite.suite.kinds import make_case
+from attnsuite.suite.kinds import make_case, problem_of
 from attnsuite.suite.kinds.sharded_case import SHARDED, ShardedCase
 from attnsuite.suite.measure.memory import machine_bytes
 from attnsuite.suite.store import RECORDS, parse_records
@@ -49,7 +49,7 @@ CHOSEN = (
     cell_of("chunked", LONG, "causal bfloat16", "ring"),
     cell_of("chunked", LONG, "packed, window, soft cap", "ring"),
     cell_of("splash", ALL, "packed", "ring"),
-    *(row for row in ROWS if row.row == "kascade" or row.problem["problem"] == "one KV head"),
+    *(row for row in ROWS if row.row == "kascade" or row.case.problem == "one KV head"),
     cell_of("splash", ALL, "causal"),
     cell_of("splash", ALL, "balanced", "ring"),
     cell_of("standard", ALL, "causal", "ring"),
@@ -119,7 +119,7 @@ def test_what_cannot_be_dealt_is_refused_with_the_reason(computed):
 
 def test_two_processes_give_what_one_device_gives():
     """A ring by slots goes through both; rings by position are among the chosen rows, on eight devices."""
-    joined = [row for row in ROWS if row.problem["processes"] == 2 and row.problem["exchange"] == "ring"]
+    joined = [row for row in ROWS if row.case.processes == 2 and row.case.exchange == "ring"]
     (row,) = compute(joined[0])
     assert (row.status, row.error, row.devices) == ("ok", None, 4)
 
@@ -275,4 +275,4 @@ def test_published_page_is_what_its_facts_say(tmp_path):
 
 def _without_backends(cell):
     """The problem as it was recorded before a case could name its backends."""
-    return {name: value for name, value in cell.problem.items() if name != "backends"}
+    return {name: value for name, value in problem_of(cell.case).items() if name != "backends"}

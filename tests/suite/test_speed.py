@@ -6,7 +6,7 @@ import pytest
 from attnsuite.suite.cell import Cell, Means, Request
 from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.grid.running import Running
-from attnsuite.suite.kinds import kind_of, problem_of
+from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.measure import speed
@@ -85,14 +85,12 @@ def test_short_calls_are_repeated_within_a_sample():
 def test_what_would_run_instead_is_not_measured(mode, resolved, expected):
     case = OpCase(kind="op_forward", sequence=8)
     assert visible_pairs(case) == 36
-    cell = Cell(
-        case=case.name, problem=problem_of(case), row="asked", target="cpu", resolved=resolved, mode=mode, exact=True
-    )
+    cell = Cell(case=case, row="asked", target="cpu", resolved=resolved, mode=mode, exact=True)
     assert is_measured(cell) is expected
 
 
 def test_a_cell_with_too_few_samples_for_an_interval_says_so():
-    cell = Cell(case="slow", problem={"kind": "op_forward"}, row="standard", target="cpu", resolved="standard",
+    cell = Cell(case=OpCase(kind="op_forward", sequence=8), row="standard", target="cpu", resolved="standard",
                 mode="native", exact=True)  # fmt: skip
     slow, quick = (Running(cell, samples=[seconds] * count) for seconds, count in ((29.5, 3), (0.1, FEWEST)))
     slow.note_few_samples()
