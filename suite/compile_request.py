@@ -25,7 +25,7 @@ from .flag_values import is_whole, names_of
 from .grid.run_grid import RunGrid
 from .grid.running import Limits
 from .kinds.attention_call import OpCase, spec_of
-from .kinds.model import PHASES, ModelCase
+from .kinds.model_case import PHASES, ModelCase
 from .measure.environment import versions
 from .named_model import absolute
 from .record import Record

@@ -32,7 +32,7 @@ from .grid.running import RunContext, Running, outcome_of
 from .grid.shared_process import Restarting
 from .kinds import kind, problem_of
 from .kinds.attention_call import OpCase
-from .kinds.model import ModelCase
+from .kinds.model_case import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Record

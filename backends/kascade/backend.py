@@ -27,9 +27,9 @@ from ..sharding import MeshAxes
 from . import tuned_options
 from .backward import differentiable
 from .cost import runs_dense
-from .kept import selected_share
 from .kernels import Kernels
 from .schedule import LayerRole, manual
+from .selected_pairs import selected_share
 from .selection import Selection, TileLayout
 from .settings import OPTIONS as ACCEPTED
 from .settings import Kernel, Settings, Tiling

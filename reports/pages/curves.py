@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attnsuite.suite.kinds.loss_curve import FACTOR, TrainingCase, Verdict, judge, losses_of, role_of, settings_of
+from attnsuite.suite.kinds.loss_curve_case import FACTOR, TrainingCase, Verdict, judge, losses_of, role_of, settings_of
 from attnsuite.suite.record import Record
 
 from ..environment import date_of

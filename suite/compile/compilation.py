@@ -28,7 +28,7 @@ from attnsuite.backends.tunable import CompilesKernels, KernelBuild
 
 from ..cell import Case, Outcome
 from ..kinds.attention_call import OpCase, spec_of
-from ..kinds.model import ModelCase
+from ..kinds.model_case import ModelCase
 from ..measure import lint
 from ..record import Kernel, ProgramText
 from ..user_function import is_reference, register_functions

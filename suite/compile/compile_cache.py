@@ -21,7 +21,7 @@ from attnsuite.backends import Target
 
 from ..cell import Cell
 from ..kinds import problem_of
-from ..kinds.model import ModelCase
+from ..kinds.model_case import ModelCase
 from ..record import Record, RecordError
 from .programs import model_config
 

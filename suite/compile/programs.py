@@ -26,7 +26,7 @@ from attnsuite.models.planning import Resolutions, attention_spec, resolve_atten
 
 from ..kinds.attention_call import OpCase, op_function, spec_of
 from ..kinds.inputs import layout_of
-from ..kinds.model import ModelCase
+from ..kinds.model_case import ModelCase
 from ..kinds.model_program import prefill, train_step
 from ..named_model import config_of
 

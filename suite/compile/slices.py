@@ -21,7 +21,7 @@ from attnsuite.backends.sharding import MeshAxes, Sharded
 from attnsuite.models.sharding import shardings
 
 from ..kinds.attention_call import OpCase
-from ..kinds.model import ModelCase
+from ..kinds.model_case import ModelCase
 from . import topologies
 from .programs import AbstractProgram, attention_specs
 

@@ -1,6 +1,7 @@
 """Train a model for its loss curve: the standard backend, its noise runs and controls, or another backend.
 
-``loss_curve.py`` says how the curves are judged. Every run starts from the same parameters and sees the same batches.
+``loss_curve_case.py`` says how the curves are judged. Every run starts from the same parameters and sees the same
+batches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..cell import Cell, Outcome
 from ..errors import InputError
 from ..host_devices import parse_mesh
 from .kind import cell, refused
-from .loss_curve import LossCurve, Run, TrainingCase
+from .loss_curve_case import LossCurve, Run, TrainingCase
 
 # The axis of a parameter that runs over the hidden coordinates; those that are not named have none.
 _HIDDEN_AXIS = {

@@ -1,4 +1,4 @@
-"""The kind of :class:`.loss_curve.TrainingCase`: its rows, and how a cell is made ready."""
+"""The kind of :class:`.loss_curve_case.TrainingCase`: its rows, and how a cell is made ready."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from ..cell import Cell, Means, Prepared, Request
 from ..record import Record
 from .kind import Kind, backends_of
-from .loss_curve import LossCurve, TrainingCase, losses_of, run_of, standard_runs
+from .loss_curve_case import LossCurve, TrainingCase, losses_of, run_of, standard_runs
 
 
 class LossCurves(Kind):

@@ -1,4 +1,4 @@
-"""The kind of :class:`.model.ModelCase`: its rows, and how its cells are judged and timed.
+"""The kind of :class:`.model_case.ModelCase`: its rows, and how its cells are judged and timed.
 
 The numbers of a model are judged against the standard backend in float32, since there is no transformer in float64.
 """
@@ -24,7 +24,7 @@ from ..measure.fresh import Draw
 from ..measure.tensor_errors import as_model_error
 from ..record import TensorError
 from .kind import Kind, of_backends, of_peers
-from .model import ModelCase
+from .model_case import ModelCase
 
 if TYPE_CHECKING:
     from attnsuite.models import TextFile

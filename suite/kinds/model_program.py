@@ -31,7 +31,7 @@ from ..measure.program import Program
 from ..named_model import config_of, model_of
 from . import extensions
 from .formulas import attention_flops, visible_pairs
-from .model import ModelCase
+from .model_case import ModelCase
 from .op_case import nearest_case, plain_spec
 
 LEARNING_RATE = 1e-4

@@ -14,7 +14,7 @@ from attnsuite.models.huggingface import to_hf
 from attnsuite.models.parameters import checkpoint_names
 
 from ..kinds import model_program
-from ..kinds.model import ModelCase
+from ..kinds.model_case import ModelCase
 from ..measure.program import Program
 from .torch_sdpa import to_torch
 

@@ -7,7 +7,7 @@ from attnsuite.reports.cells import group
 from attnsuite.reports.kascade.guide import figures
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.kascade.guide_suite import NAME, guide_cases
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.record import TensorError
 
 CASES = {

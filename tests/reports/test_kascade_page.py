@@ -14,7 +14,7 @@ from attnsuite.reports.read import load
 from attnsuite.suite.kinds import kind_of, problem_of
 from attnsuite.suite.kinds.kascade.methods import CONTROLS
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
-from attnsuite.suite.kinds.kascade.stack import StackCase
+from attnsuite.suite.kinds.kascade.stack_case import StackCase
 
 GATE = SelectionCase(kind="kascade_gate", sequence=1024, tile_size=32, top_k=0.25)
 STACK = StackCase(kind="kascade_prefill", sequence=8192, heads=8, kv_heads=2)

@@ -9,7 +9,7 @@ import tyro
 
 from attnsuite import reports
 from attnsuite.reports.pages import curves
-from attnsuite.suite.kinds.loss_curve import role_of, settings_of
+from attnsuite.suite.kinds.loss_curve_case import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.verbs import compile as compile_verb
 from attnsuite.suite.verbs import run as run_verb

@@ -33,7 +33,7 @@ from attnsuite.suite.kinds.kascade import dense
 from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.schedule_flags import ScheduleFlags
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.kinds.text_case import TextCase
 from attnsuite.suite.measure import tokens as suite_text
 from attnsuite.suite.store import parse_records

@@ -28,7 +28,7 @@ from attnsuite.suite.compile_run import SEARCH_BATCHES, SEARCH_LENGTHS, SEARCH_S
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.attention_call import OpCase, spec_of
 from attnsuite.suite.kinds.attention_call import op_program as measured_program
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.store import RECORDS
 from command import code_of
 from landing import swept

@@ -16,7 +16,7 @@ from attnsuite.suite.compile_run import SEARCH_STEPS, CompileGrid
 from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention_call import OpCase
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.store import RECORDS, parse_records
 from command import WorkerHere
 

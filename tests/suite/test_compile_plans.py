@@ -22,8 +22,8 @@ from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_pr
 from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
-from attnsuite.suite.kinds.kascade.stack import StackCase
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.kascade.stack_case import StackCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.suites import CPU_SPEED, FULL, QUICK, SUITES
 from landing import swept
 

@@ -14,7 +14,7 @@ from attnsuite.suite import peers
 from attnsuite.suite.cell import Cell, Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import model_program
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.kinds.model_kind import MODEL
 from attnsuite.suite.measure import execution
 from attnsuite.suite.store import parse_records

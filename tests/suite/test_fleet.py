@@ -25,7 +25,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.execute import execute
 from attnsuite.suite.grid.fleet import Fleet, FleetRequest, Member
 from attnsuite.suite.grid.running import Limits
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.measure.environment import source_digest, versions
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from fleet_work import BEGUN, GO, ROWS, PretendGrid, Seen, Work, cluster, record_of, request

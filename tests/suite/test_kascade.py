@@ -24,7 +24,7 @@ from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.selection_kind import SELECTION
 from attnsuite.suite.kinds.kascade.shared import SCORES
-from attnsuite.suite.kinds.kascade.stack import StackCase
+from attnsuite.suite.kinds.kascade.stack_case import StackCase
 from attnsuite.suite.suites import QUICK, SUITES
 from landing import swept
 

@@ -19,8 +19,16 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import is_measured, one_after_another, refused
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.running import Limits, RunContext, Running
-from attnsuite.suite.kinds import curve_training, loss_curve
-from attnsuite.suite.kinds.loss_curve import LossCurve, TrainingCase, judge, losses_of, role_of, run_of, settings_of
+from attnsuite.suite.kinds import curve_training, loss_curve_case
+from attnsuite.suite.kinds.loss_curve_case import (
+    LossCurve,
+    TrainingCase,
+    judge,
+    losses_of,
+    role_of,
+    run_of,
+    settings_of,
+)
 from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
@@ -56,7 +64,7 @@ def trained(case, *rows):
 @pytest.fixture(scope="module")
 def curves():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
+        patch.setattr(loss_curve_case, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
         # One device on the mesh here; two below, eight in test_sharded_training.py.
         return trained(CASE, "chunked", "splash", "cudnn")
 
@@ -102,7 +110,7 @@ def test_noise_is_other_sums_of_the_same_loss(curves):
     (standard,) = (losses_of(record) for record in curves if role_of(record) == "standard")
     noise = np.array([losses_of(record) for record in curves if role_of(record) == "noise"])
     distance = np.abs(noise - standard)
-    assert len(noise) == loss_curve.NOISE_RUNS
+    assert len(noise) == loss_curve_case.NOISE_RUNS
     assert 0 < distance.max() < 1e-4
     params = Transformer(CONFIG).arrays()
     moved = curve_training.reordered(params, np.random.default_rng(1).permutation(32))

@@ -18,7 +18,7 @@ from attnsuite.suite.compile_request import compile_request
 from attnsuite.suite.compile_run import cell_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.running import Limits
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.named_model import checkpoint_of, config_of, model_of
 from attnsuite.suite.verbs.compile import Compile
 

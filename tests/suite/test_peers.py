@@ -14,7 +14,7 @@ from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.measure import tensor_errors
 from attnsuite.suite.measure.program import named_outputs
 from attnsuite.suite.peers import PEERS, mkl

@@ -14,7 +14,7 @@ from attnsuite.suite import layerwise_perplexity as perplexity_run
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.flag_values import parse_options
 from attnsuite.suite.kinds import model_program, model_quality
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.kinds.retrieval_case import RetrievalCase
 from attnsuite.suite.kinds.text_case import TextCase
 from attnsuite.suite.store import parse_records

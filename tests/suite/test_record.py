@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnsuite.suite.kinds import checked
 from attnsuite.suite.kinds.conformance_case import ConformanceFacts
-from attnsuite.suite.kinds.loss_curve import LossCurve
+from attnsuite.suite.kinds.loss_curve_case import LossCurve
 from attnsuite.suite.kinds.sharded_case import Share
 from attnsuite.suite.kinds.tuning_case import Trial, Trials
 from attnsuite.suite.record import Record, RecordError, TensorError

@@ -9,7 +9,7 @@ from attnsuite.backends import Target
 from attnsuite.suite.compile import compilation as compile_cell
 from attnsuite.suite.compile import slices, topologies
 from attnsuite.suite.kinds.attention_call import OpCase
-from attnsuite.suite.kinds.model import ModelCase
+from attnsuite.suite.kinds.model_case import ModelCase
 
 MODEL = ModelCase(kind="model_prefill", model="debug", sequence=64, dtype="bfloat16", new_tokens=1)
 ONE_CHIP = Target.named("v5e:1x1")

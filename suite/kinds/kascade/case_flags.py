@@ -15,7 +15,7 @@ from ...cell import Case
 from ...errors import InputError
 from ...flag_values import is_whole, names_of, parts_of, spelled
 from .selection_case import SelectionCase
-from .stack import StackCase
+from .stack_case import StackCase
 
 
 class CaseFlags(TypedDict, total=False):

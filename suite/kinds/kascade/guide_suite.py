@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...cell import Case
 from ..kind import Kernel
 from .selection_case import SelectionCase
-from .stack import StackCase
+from .stack_case import StackCase
 
 if TYPE_CHECKING:
     from attnsuite.models import ModelConfig

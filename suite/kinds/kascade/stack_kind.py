@@ -1,4 +1,4 @@
-"""The kind of :class:`.stack.StackCase`: its rows, and how a cell is made ready."""
+"""The kind of :class:`.stack_case.StackCase`: its rows, and how a cell is made ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...measure import execution, tensor_errors
 from ..kind import Kind, cell, refused
 from . import stack_program
 from .methods import KERNELS, METHODS, rows_of, settings_of
-from .stack import PARTS, StackCase, schedule_of, stack_spec
+from .stack_case import PARTS, StackCase, schedule_of, stack_spec
 
 
 class Stacks(Kind):

@@ -25,7 +25,7 @@ from ...measure.program import Program
 from ...measure.tensor_errors import as_model_error
 from ...record import TensorError
 from .methods import KERNELS, settings_of
-from .stack import PARTS, StackCase, schedule_of, stack_spec
+from .stack_case import PARTS, StackCase, schedule_of, stack_spec
 
 DISTINCT = 4  # pairs of keys and values
 JUDGED_LENGTH = 512

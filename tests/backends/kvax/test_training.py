@@ -11,8 +11,8 @@ from attnsuite.models import ModelConfig
 from attnsuite.reports.pages.curves import verdicts
 from attnsuite.suite.cell import Request
 from attnsuite.suite.grid.running import Limits, RunContext, Running
-from attnsuite.suite.kinds import curve_training, loss_curve
-from attnsuite.suite.kinds.loss_curve import TrainingCase
+from attnsuite.suite.kinds import curve_training, loss_curve_case
+from attnsuite.suite.kinds.loss_curve_case import TrainingCase
 from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
 
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256)
@@ -25,7 +25,7 @@ CONFIG = ModelConfig.from_preset(
 def test_kvax_follows_the_loss_curve_of_standard_and_a_wrong_gradient_does_not(monkeypatch):
     from attnsuite.backends.kvax import interpret
 
-    monkeypatch.setattr(loss_curve, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
+    monkeypatch.setattr(loss_curve_case, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})
     monkeypatch.setattr(curve_training, "config_of", lambda _: CONFIG)
     launched = Counter()
 
