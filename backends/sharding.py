@@ -199,7 +199,7 @@ class Sharded:
             return native.plan(spec, layout, **planned)
         share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
         carries = PartitionSpec(self.axes.data)
-        keys = PartitionSpec(self.axes.data, self.axes.heads) if spec.kv_layout == "HND" else arrays
+        keys = self._arrays(spec.kv_layout)
 
         def attend(
             query: Array, key: Array, value: Array, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
@@ -231,9 +231,14 @@ class Sharded:
 
         return Plan(attend)
 
-    def sharding(self) -> NamedSharding:
-        """The sharding of query, key, value and output ``[batch, length, heads, dim]``."""
-        return NamedSharding(self.mesh, self._arrays())
+    def sharding(self, kv_layout: str = "NHD") -> NamedSharding:
+        """The sharding of query, key, value and output ``[batch, length, heads, dim]``.
+
+        With ``"HND"`` that of keys and values ``[batch, heads, length, dim]``. Raises ValueError for another layout.
+        """
+        if kv_layout not in KV_LAYOUTS:
+            raise ValueError(f"kv_layout={kv_layout!r} is not accepted; use one of {', '.join(KV_LAYOUTS)}.")
+        return NamedSharding(self.mesh, self._arrays(kv_layout))
 
     def _self_sharded(self) -> Backend | None:
         """The backend with its own way to divide these axes, if it has one."""
@@ -248,7 +253,9 @@ class Sharded:
         axis = self.axes.named().get(name)
         return 1 if axis is None else math.prod(self.mesh.shape[name] for name in _names(axis))
 
-    def _arrays(self) -> PartitionSpec:
+    def _arrays(self, kv_layout: str = "NHD") -> PartitionSpec:
+        if kv_layout == "HND":
+            return PartitionSpec(self.axes.data, self.axes.heads, self.axes.context)
         return PartitionSpec(self.axes.data, self.axes.context, self.axes.heads)
 
     def _indivisible(self, spec: AttentionSpec, *names: str) -> Iterator[str]:

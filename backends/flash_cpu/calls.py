@@ -31,7 +31,7 @@ _LOG2_E = math.log2(math.e)
 
 # The decode kernel: the most query tokens, the fewest keys per range, and about how many items per thread.
 DECODE_QUERIES = 16
-DECODE_LEAST_KEYS, DECODE_ITEMS = 256, 4
+DECODE_LEAST_KEYS, DECODE_MOST_KEYS, DECODE_ITEMS = 256, 2048, 4
 STAGE_ITEMS = 16  # of the forward pass, for each thread
 
 
@@ -245,10 +245,13 @@ class Calls:
         return self.call("decode", kernel, arrays, P=self._ranges(listed.shape[-1] * unit))["out"]
 
     def _ranges(self, keys: int) -> int:
-        """Ranges of an item's ``keys``: several for every thread, and none so short that its overhead shows."""
+        """Ranges of an item's ``keys``: several for every thread, and none so short that its overhead shows.
+
+        None is so long that its sums lose digits: with 32768 keys in one, errors were 1.9 to 2.8 times `standard`'s.
+        """
         heads = self.spec.batch * self.spec.num_kv_heads // (self._side_by_side or 1)
         most = max(1, keys // DECODE_LEAST_KEYS)
-        return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)))
+        return max(1, min(most, -(-DECODE_ITEMS * self.threads // heads)), -(-keys // DECODE_MOST_KEYS))
 
     def _heads_per_stage(self) -> int:
         """KV heads of a stage of the forward pass: the fewest with enough items for every thread, else all."""

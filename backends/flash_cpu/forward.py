@@ -25,6 +25,7 @@ from .handler import Dims, Operand, Phase, Signature, State
 from .isa import Isa
 from .panels import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
+from .running_sums import RunningSums
 from .softmax import HIDDEN, GroupPointers, softmax
 
 BLOCK_KEYS = 96
@@ -106,7 +107,8 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
         added=keys * queries * 4 * kernel.arrays.any,
         added_rows=Added.row_bytes(queries) * kernel.arrays.any,
         out=queries * value_width * 4,
-        **dict.fromkeys(("top", "total", "decay", "first", "last", "query_id"), queries * 4),
+        earlier_out=queries * value_width * 4,
+        **dict.fromkeys(("top", "total", "earlier_total", "decay", "first", "last", "query_id"), queries * 4),
         bounds=queries // isa.group * masking.QUERY_RECORD,
     )
 
@@ -265,11 +267,11 @@ def emit_attend(
     fetch = None if extra is None else extra.emit_fetch(module)
     weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
     stride = queries if kernel.arrays.any else None
-    rescale, spoil = _emit_rescale(module, isa, value_width), _emit_spoil(module, isa, stride)
-    fill = rows.fill(module, isa)
+    spoil, fill = _emit_spoil(module, isa, stride), rows.fill(module, isa)
+    sums = RunningSums(module, isa, at, queries, value_width)
     with Function(module, "attend", [ptr] * (8 + listed + 2 * pooled + kernel.arrays.any) + [i64]) as (e, arguments):
         w, keys, values, spoilt, positions, ids, records, numbers, *more, count = arguments
-        with e.loop(0, count) as i:
+        with sums.of_blocks(e, w, count) as i:
             n = more[0].at(i, 4).load(i32).integer(i64) if listed else i
             k, v = keys.at(n * blocks.key_terms, 4), values.at(n * blocks.value_terms, 4)
             block = (positions.at(n * keys_per_block, 4), ids.at(n * keys_per_block, 4))
@@ -303,13 +305,13 @@ def emit_attend(
                         lambda a=inputs, r=raised: r.set(e.run(masked, *a)),
                         lambda a=inputs, r=raised: r.set(e.run(plain, *a)),
                     )
+                    with e.when(raised()):
+                        sums.rescale(e, w, i, g, running.decay)
                     for to_top in pools[1:]:
                         for lane in range(0, isa.group, isa.lanes):
                             to_top.at(lane, 4).store(running.top.at(lane, 4).load(type_))
                     if value_width:
                         out = w.at(at["out"]).at(g * value_width, 4)
-                        with e.when(raised()):
-                            e.run(rescale, out, running.decay)
                         weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
                         with e.when(marks.load(i32).compare("!=", 0)):
                             seen_by = (running.first, running.last, running.query_id)
@@ -335,17 +337,6 @@ def _emit_spoil(module: ir.Module, isa: Isa, stride: int | None) -> ir.Function:
                     hidden = terms.at(k * (stride or 0) + v * isa.lanes, 4).load(type_) <= HIDDEN / 2
                     seen = seen & hidden.equals(0)
                 place.store(e.select(seen, e.const(type_, math.nan), place.load(type_)))
-    return e.function
-
-
-def _emit_rescale(module: ir.Module, isa: Isa, width: int) -> ir.Function:
-    """``rescale(out, decay)``: every row of a group times its factor."""
-    type_ = vector(f32, isa.lanes)
-    with Function(module, "rescale", [ptr, ptr]) as (e, (out, decay)), e.loop(0, isa.group) as i:
-        factor = e.splat(decay.at(i, 4).load(f32), isa.lanes)
-        with e.loop(0, width, isa.lanes) as d:
-            place = out.at(i * width + d, 4)
-            place.store(place.load(type_) * factor)
     return e.function
 
 

@@ -97,7 +97,8 @@ def op_program(
     layout, arrays = inputs.layout, [inputs.query, inputs.key, inputs.value, inputs.d_out]
     if sharded is not None:
         layout = jax.device_put(layout, NamedSharding(sharded.mesh, PartitionSpec()))
-        arrays = [jax.device_put(x, sharded.sharding()) for x in arrays]
+        lie = ("NHD", case.kv_layout, case.kv_layout, "NHD")
+        arrays = [jax.device_put(x, sharded.sharding(layout_)) for x, layout_ in zip(arrays, lie, strict=True)]
     query, key, value, d_out = arrays
     arrays = (query, key, value, d_out) if case.needs_grad else (query, key, value)
     return Program(op_function(case, plan), (layout, *arrays), renewed=tuple(range(1, 1 + len(arrays))))

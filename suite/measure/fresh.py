@@ -1,9 +1,9 @@
 """Inputs that are new in every call, so that no answer can be prepared, remembered or found.
 
-Each array is rolled along its second axis, and its last axis is multiplied by signs; tokens are rolled along their
-longest axis. Both follow from a seed, which the process that schedules draws and tells only when the program is
-compiled. A value keeps its bits but for the sign, so the arrays are as hard as those that they are made from, and every
-process makes the same.
+Each array is rolled along its longest axis, which no device shares with others: what devices exchange would still be
+freed while the next call is timed. The last axis of numbers is multiplied by signs. Both follow from a seed, which the
+process that schedules draws and tells only when the program is compiled. A value keeps its bits but for the sign, so
+the arrays are as hard as those that they are made from, and every process makes the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _choices(arrays: Sequence[Any], draw: Draw) -> tuple[np.ndarray, tuple[np.nd
 
 
 def _axis(x: Any) -> int:
-    return 1 if jnp.issubdtype(x.dtype, jnp.floating) else int(np.argmax(x.shape))
+    return int(np.argmax(x.shape))
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from attnsuite.backends import (
     AttentionSpec,
@@ -105,6 +105,14 @@ def test_mesh_of_two_axes_is_refused():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"))
     with pytest.raises(ValueError, match="a mesh of one axis"):
         Sharded.among(registry.get("standard"), _spec(batch=1, num_heads=2, num_kv_heads=2), mesh)
+
+
+def test_arrays_of_either_layout_have_a_sharding():
+    sharded = Sharded(registry.get("chunked"), _mesh("cores"), MeshAxes(heads="cores"))
+    assert sharded.sharding().spec == PartitionSpec(None, None, "cores")
+    assert sharded.sharding("HND").spec == PartitionSpec(None, "cores", None)
+    with pytest.raises(ValueError, match="kv_layout='BSHD' is not accepted; use one of NHD, HND"):
+        sharded.sharding("BSHD")
 
 
 def test_axes_that_the_mesh_lacks_are_refused():

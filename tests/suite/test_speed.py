@@ -12,6 +12,7 @@ from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.measure import speed
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample
 from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
+from script import printed
 
 
 def test_interval_holds_the_median_and_repeats_itself():
@@ -144,3 +145,26 @@ def test_a_record_says_where_its_backend_takes_the_plain_formula(kind, plain):
     (cell,) = kind_of(kind).cells(case, Request(rows=("chunked",), cases=(case,)))
     notes = kind_of(kind).prepare(cell, case, Means(reference=None, memory_limit=2**33)).outcome.notes
     assert any("chunked takes XLA's plain formula" in note for note in notes) is plain
+
+
+SHARED = """
+import jax
+from attnsuite.backends import Target, registry
+from attnsuite.suite.kinds.attention_call import OpCase, op_program
+from attnsuite.suite.measure import fresh
+
+for kv_layout in ("NHD", "HND"):
+    case = OpCase(kind="op_decode", sequence=256, head_dim=16, kv_layout=kv_layout)
+    program = op_program(case, registry.get("chunked"), "native", Target.here(), 2)
+    chosen = tuple(program.arguments[i] for i in program.renewed)
+    renew = jax.jit(fresh._renew, out_shardings=tuple(x.sharding for x in chosen))
+    drawn = fresh._choices(chosen, fresh.Draw(0))
+    for made in (jax.jit(program.function).lower(*program.arguments), renew.lower(chosen, *drawn)):
+        text = made.compile().as_text()
+        print([name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text])
+"""
+
+
+def test_heads_that_two_devices_share_stay_where_they_are_in_either_layout():
+    """Neither the call nor what makes its inputs new moves them: what was moved is freed while the call is timed."""
+    assert printed(SHARED, JAX_NUM_CPU_DEVICES="2").splitlines() == ["[]"] * 4

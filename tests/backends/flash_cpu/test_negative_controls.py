@@ -22,10 +22,10 @@ from attnsuite.backends.flash_cpu import (
     decode_parts,
     decode_slots,
     expression,
-    forward,
     masking,
     products,
     rows,
+    running_sums,
     slopes,
 )
 from attnsuite.backends.flash_cpu.compiler import Processor
@@ -80,11 +80,11 @@ def last_strip_skipped(patch):
 def rescale_missing(patch):
     """The output so far is not multiplied where the maximum was raised."""
 
-    def nothing(module, isa, width):
+    def nothing(self, module):
         with Function(module, "rescale", [ptr, ptr]) as (e, _):
             return e.function
 
-    patch.setattr(forward, "_emit_rescale", nothing)
+    patch.setattr(running_sums.RunningSums, "_emit_rescale", nothing)
 
 
 def head_of_group_dropped(patch):
