@@ -168,7 +168,7 @@ def _mask_reasons(spec: AttentionSpec) -> Iterator[str]:
     if spec.has_bias and spec.needs_grad:
         why = f"which gives a bias its gradient in {spec.dtype}, off by 0.003 to 0.01 of its largest value on an H200"
         yield refusal("cudnn", "a bias array with needs_grad=True", why, "needs_grad=False, or a mask array")
-    odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2]
+    odd = [name for name in ("query_length", "key_value_length") if getattr(spec, name) % 2 and getattr(spec, name) > 1]
     if odd and spec.needs_grad:
         why = "since a check in JAX takes what stands for no bias for one"
         yield refusal("cudnn", f"{odd[0]}={getattr(spec, odd[0])} with a gradient", why, "even", f"pad, or {INSTEAD}")

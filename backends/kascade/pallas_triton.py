@@ -127,7 +127,7 @@ class TritonKernels(PallasKernels):
 
     @property
     def _params(self) -> plgpu.CompilerParams:
-        # As FlashAttention takes them for such tiles; not tuned on a GPU, where nothing of this has run.
+        # As FlashAttention takes them for such tiles; not tuned on a GPU.
         large = self.blocks.block_q * self.spec.head_dim > 64 * 64
         return plgpu.CompilerParams(num_warps=8 if large else 4, num_stages=2)
 
