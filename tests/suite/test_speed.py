@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +11,8 @@ from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.measure import speed
+from attnsuite.suite.measure.execution import Timed
+from attnsuite.suite.measure.program import Program
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample
 from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
 from script import printed
@@ -137,6 +140,19 @@ def test_sample_ends_when_its_process_is_at_rest_or_after_a_second(monkeypatch, 
     clock.replaces(monkeypatch)
     assert speed.sample(lambda: clock.sleep(0.03), lambda _: (), 1).seconds == pytest.approx(0.03)
     assert ends <= clock.now <= ends + 0.011
+
+
+@pytest.mark.parametrize(("rows", "rests"), [(2**13, True), (2**13 - 8, False)])
+def test_a_call_on_new_inputs_that_the_system_is_given_back_is_timed_when_the_process_is_at_rest(
+    monkeypatch, rows, rests
+):
+    waited = []
+    monkeypatch.setattr(speed, "come_to_rest", lambda: waited.append("rest"))
+    program = Program(
+        lambda _: waited.append("call"), (jnp.zeros((rows, 2**10)),), arrays=lambda found: found, renewed=(0,)
+    )
+    Timed(speed.Compiled(program.function), program).sample(seed=0)
+    assert waited[: waited.index("call")] == ["rest"] * rests
 
 
 @pytest.mark.parametrize(("kind", "plain"), [("op_decode", True), ("op_forward", False)])
