@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import re
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from ..kinds import extensions, kind_of
 from ..suite_file import read_suite_file
 
 C = TypeVar("C", bound=Case)
+
+_LISTED, _NEAREST = 20, 8  # cases that a refusal names: all of so few, else those whose names are nearest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +101,12 @@ def select(cases: Sequence[C], patterns: Sequence[str]) -> tuple[C, ...]:
     known = [case.name for case in cases]
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
-            raise InputError(f"no case matches {pattern!r}; the cases are {', '.join(known)}.{nearest(pattern, known)}")
+            if len(known) <= _LISTED:
+                which = f"the cases are {', '.join(known)}.{nearest(pattern, known)}"
+            else:
+                near = difflib.get_close_matches(pattern, known, n=_NEAREST, cutoff=0)
+                which = f"of the {len(known)} cases the nearest are {', '.join(near)}."
+            raise InputError(f"no case matches {pattern!r}; {which}")
     return tuple(case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns))
 
 

@@ -26,6 +26,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--backends", "standard,fastest"], "'fastest' is not registered; use standard"),
         (["--backends", ","], "--backends is empty"),
         (["--cases", "nothing-*"], "no case matches 'nothing-*'; the cases are"),
+        (["--suite", "cpu-speed", "--cases", "fwd-s512-h8k8-d64-f32"], "nearest are forward-s512-h8k8-d64-f32, "),
         (["--text", "nowhere.txt"], "cannot be read"),
         (["--cell-timeout", "long"], "Error parsing --cell-timeout"),
         (["--cell-timeout", "0"], "above 0"),
