@@ -4,7 +4,7 @@ Measures: give it an idle machine. Every row is a process of its own: one call o
 2048 tokens, float32; decode: a token behind 32768, bfloat16) forty times, without a pause and with one of 0.15 s before
 each call.
 
-    python tests/paused_calls.py        # a minute
+    python tests/paused_calls.py        # two minutes
 
 Prints a table in Markdown, in milliseconds.
 """
