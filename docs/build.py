@@ -17,7 +17,9 @@ ROOMS = {"attnsuite.backends": "backends", "attnsuite.models": "models", "attnsu
 def public(module: str, room: str) -> list[str]:
     """What a room exports, by where it is defined: `from .x import name as name` in its `__init__.py`."""
     tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
-    imports = [(node.module, alias) for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    imports = [
+        (node.module, alias) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
     named = [(origin, alias.name) for origin, alias in imports if alias.asname == alias.name]
     return [".".join((module, *([origin] if origin else []), name)) for origin, name in named]  # or a module: masks
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from attnsuite.models import TextFile
 
 from .record import Measured, Mode, Status
 from .typed import Count, Scalar
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 
 @runtime_checkable

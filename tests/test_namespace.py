@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -82,6 +83,15 @@ def test_modules_need_no_import_of_their_own():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["attnsuite.models.lora", "attnsuite.backends.adapters.keras", "manual"]
     assert done.stderr.splitlines()[-1] == "AttributeError: module 'attnsuite.models' has no attribute 'absent'"
+
+
+def test_what_type_checkers_read_of_models_is_what_is_imported():
+    from attnsuite import models  # noqa: PLC0415
+
+    imports = re.findall(r"^    from \.(\w+) import (\w+) as \2$", Path(models.__file__).read_text(), re.MULTILINE)
+    assert {name: home for home, name in imports} == models._HOMES
+    assert {*models._HOMES} <= {*dir(models)}
+    assert all(getattr(models, name) is not None for name in models._HOMES)
 
 
 def test_a_folder_of_the_repository_is_no_package_of_its_own():

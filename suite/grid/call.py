@@ -32,9 +32,7 @@ def made(call: Mapping[str, Any]) -> Callable[[], Any]:
     function = getattr(importlib.import_module(module), name, None) if module.startswith(_PACKAGE) else None
     if not inspect.isfunction(function) or function.__module__ != module:
         raise ValueError(f"{call['function']} is no function of this package.")
-    from attnsuite.models import TextFile  # noqa: PLC0415 (the command line starts without it)
-
-    hints = get_type_hints(function, localns={"TextFile": TextFile}, include_extras=True)
+    hints = get_type_hints(function, include_extras=True)
     named = inspect.signature(function).bind(*call["arguments"]).arguments
     return functools.partial(
         function, *(msgspec.convert(value, hints[name], dec_hook=decode) for name, value in named.items())

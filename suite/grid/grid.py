@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attnsuite.models import TextFile
+
 from ..cell import Cell
 from ..kinds import problem_of
 from ..record import Environment, Record
@@ -18,8 +20,6 @@ from ..typed import Scalar
 from .running import Limits, RunContext, Watcher
 
 if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
     from .references import References
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnsuite.backends import AttentionSpec, Target, registry, support
+from attnsuite.models import TextFile
 
 from .. import kinds, user_function
 from ..cell import Case, Cell, Request
 from ..errors import InputError
 from ..measure import environment
 from .executors import is_measured
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 
 def find_cells(

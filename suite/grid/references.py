@@ -6,7 +6,9 @@ import hashlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from attnsuite.models import TextFile
 
 from .. import typed
 from ..cell import Case
@@ -17,9 +19,6 @@ from ..measure.memory import machine_bytes
 from ..record import TensorError
 from . import folders, work
 from .process import Worker
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 _REFERENCE_SECONDS = 600.0  # at least: the oracle is slower than a cell may be
 _REFERENCE_SHARE = 0.9  # of the machine's memory

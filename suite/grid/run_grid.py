@@ -11,9 +11,9 @@ import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attnsuite.backends import names
+from attnsuite.models import TextFile
 
 from .. import files, typed
 from ..cell import Case, Cell
@@ -39,9 +39,6 @@ from .probe import find_cells
 from .process import Worker
 from .references import References
 from .running import Limits, RunContext, Watcher
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 MACHINE = "machine.json"
 _PROBE_SECONDS = 300.0
@@ -308,11 +305,7 @@ def measured_machine() -> Machine:
 
 
 def _text_of(stored: TextIdentity | None) -> TextFile | None:
-    if stored is None:
-        return None
-    from attnsuite.models import TextFile  # noqa: PLC0415 (flax)
-
-    return TextFile(stored.path, stored.field)
+    return None if stored is None else TextFile(stored.path, stored.field)
 
 
 def _text_identity(text: TextFile) -> TextIdentity:

@@ -15,7 +15,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from attnsuite.models import TextFile
 
 from .. import peers, typed
 from ..cell import Cell, Outcome
@@ -30,9 +32,6 @@ from ..user_function import is_reference
 from . import work
 from .references import References
 from .shared_process import Turn
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 _RECHECKED = 5  # samples of a user's function of which a call is judged
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import psutil
 
 from attnsuite.backends import Target, registry
+from attnsuite.models import TextFile
 
 from ..cell import Case, Cell, Means, Outcome, Prepared, Process
 from ..errors import CellFailure
@@ -26,9 +27,6 @@ from ..record import Machine, TensorError
 from ..subprocess_function import register_in_subprocess, subprocess_function_of
 from ..user_function import files_of, is_reference, register_functions
 from .process import Worker
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 UNCONFINED = "this system cannot confine a process: the function could read and write what its user can."
 _APART_SECONDS = 600.0  # the cell's own limit is shorter

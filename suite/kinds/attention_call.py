@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from attnsuite.backends import plan as plan_whole
 from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.features import Mode
 from attnsuite.backends.sharding import divided
+from attnsuite.models import TextFile
 
 from .. import peers, typed
 from ..cell import Cell, Means, Outcome, Prepared, Request
@@ -44,9 +45,6 @@ from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import layout_of, make_inputs
 from .kind import Kind, of_backends, of_peers
 from .op_case import Call, OpCase, spec_of, without_window
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 # Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
 # about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.

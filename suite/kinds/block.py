@@ -13,13 +13,14 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnsuite.backends import Backend, Layout, Plan, Target, oracle, plan, registry, resolve
+from attnsuite.models import TextFile
 
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import execution
@@ -33,9 +34,6 @@ from .formulas import ITEM_BYTES, op_flops, op_tokens
 from .inputs import layout_of
 from .kind import Kind, of_backends
 from .op_case import Call, describe_call, spec_of
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 BlockKind = Literal["block_forward", "block_forward_backward"]
 # The outputs of a block; gradients are of the input and of the four projections.

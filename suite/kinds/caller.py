@@ -31,6 +31,7 @@ from attnsuite.backends import (
     resolve,
 )
 from attnsuite.backends.kv_layout import swap
+from attnsuite.models import TextFile
 
 from ..cell import Cell, Means, Prepared, Request
 from ..errors import InputError
@@ -42,8 +43,6 @@ from ..typed import Count, Seed
 from .kind import SHORT_DTYPE, Dtype, Kind, cell, check_fields, name_case, of_backends
 
 if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
     from ..record import TensorError
 
 Way = Literal["eager", "jit", "vmap", "layers", "nnx", "linen"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from attnsuite.backends import AttentionSpec, BackendUnavailableError, Resolution, Target, registry
+from attnsuite.models import TextFile
 
 from .. import peers, typed
 from ..cell import Case, Cell, Means, Prepared, Request
@@ -18,8 +19,6 @@ from ..errors import InputError
 from ..measure.tensor_errors import judge_outputs
 
 if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
     from ..measure.fresh import Draw
     from ..record import Record, TensorError
 

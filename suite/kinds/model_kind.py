@@ -10,12 +10,13 @@ import functools
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from attnsuite.backends import AttentionSpec, Target
+from attnsuite.models import TextFile
 
 from .. import peers
 from ..cell import Cell, Means, Prepared, Request
@@ -25,9 +26,6 @@ from ..measure.tensor_errors import as_model_error
 from ..record import TensorError
 from .kind import Kind, of_backends, of_peers
 from .model_case import ModelCase
-
-if TYPE_CHECKING:
-    from attnsuite.models import TextFile
 
 _STANDARD = "standard_"
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from attnsuite.models import TextFile
+
 from ..cell import Cell, Means, Prepared, Request
 from ..errors import CellFailure
 from .kind import Kind, of_backends
 from .serving_case import ServingCase
 
 if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
     from ..measure.fresh import Draw
 
 

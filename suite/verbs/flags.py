@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from attnsuite.models import TextFile
+
 from ..errors import InputError
 from ..typed import printable
 from . import EXTENSIONS
 
 if TYPE_CHECKING:
-    from attnsuite.models.text_file import TextFile
-
     from ..grid.fleet import FleetRequest
     from ..grid.progress import ProgressDisplay
     from ..grid.running import Limits
@@ -83,8 +83,6 @@ def text_of(command: Any) -> TextFile | None:
         if command.text_field is not None:
             raise InputError(f"--text-field {command.text_field} is about a file of JSON lines; add --text FILE.")
         return None
-    from attnsuite.models.text_file import TextFile
-
     return TextFile(str(command.text), command.text_field)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig, Transformer, generate
-from attnsuite.models.generate import _step, sample
+from attnsuite.models.generation import _step, sample
 
 PROMPTS = np.array([[5, 6, 7, 8], [9, 10, 0, 0]])
 

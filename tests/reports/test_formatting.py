@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+from scipy.stats import bootstrap
 
 from attnsuite.reports import cases, formatting
 from attnsuite.suite import statistics
@@ -32,6 +34,18 @@ def test_intervals_are_the_same_each_time():
     statistics._estimate.cache_clear()
     assert statistics.median(samples) == first
     assert statistics.unpaired_ratio(samples, samples) == statistics.unpaired_ratio(samples, samples)
+
+
+@pytest.mark.parametrize("count", [6, 31])
+def test_intervals_are_scipys(count):
+    above, below = np.random.default_rng(0).gamma(2.0, size=(2, count))
+
+    def ratio(x, y, axis):
+        return np.median(x, axis) / np.median(y, axis)
+
+    expected = bootstrap((above, below), ratio, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    found = statistics.unpaired_ratio(above, below)
+    assert (found.low, found.high) == pytest.approx(tuple(expected), rel=1e-14)
 
 
 def test_unpaired_ratio_of_like_samples_includes_one():

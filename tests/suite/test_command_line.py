@@ -8,7 +8,7 @@ import sys
 from attnsuite.suite.verbs import VERBS
 from command import code_of
 
-HEAVY = ("jax", "numpy", "flax", "scipy", "attnsuite.backends", "attnsuite.models", "attnsuite.reports")
+HEAVY = ("jax", "numpy", "flax", "scipy", "attnsuite.backends", "attnsuite.reports")
 ANSWERED = {"--help": 0, "--version": 0, "runn": 2, "run --suit quick": 2, **{f"{verb} --help": 0 for verb in VERBS}}
 ASK = f"""
 import sys

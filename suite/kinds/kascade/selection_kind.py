@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attnsuite.backends import Target
 from attnsuite.backends.kascade import GREEDY_RULES
+from attnsuite.models import TextFile
 
 from ...cell import Cell, Means, Prepared, Request
 from ...errors import CellFailure
@@ -17,8 +18,6 @@ from .methods import FINE_TUNED, METHODS, rows_of
 from .selection_case import SelectionCase
 
 if TYPE_CHECKING:
-    from attnsuite.models import TextFile
-
     from ...measure.fresh import Draw
 
 
