@@ -55,6 +55,7 @@ def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(killed, at
     command, out, alive = killed
     assert alive == []
     before = (out / RECORDS).read_bytes()
+    before = before[: before.rindex(b"\n") + 1]  # the system may have written half of what was written at once
     assert 1 <= before.count(b"\n") < 4
 
     assert "--resume" in refused(*command)
