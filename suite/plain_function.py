@@ -1,12 +1,14 @@
 """What a plain function ``f(query, key, value)`` takes: its signature is read, and it is called with small arrays.
 
 Each call is held to the float64 oracle. Whether a result is right is decided later, by the judge; here the nearer of
-two meanings counts, so that a causal kernel with a fault is judged as a causal kernel.
+two meanings counts, so that a causal kernel with a fault is judged as a causal kernel. Calls are compiled, as all later
+ones are; where the shape of the output tells enough, they are traced alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -134,7 +136,7 @@ class _Probe:
         """What is wrong with the shape or dtype of an output; empty where nothing is."""
         from attnsuite.testing import shapes  # noqa: PLC0415 (only a function of a user's needs it)
 
-        return shapes.fault_of(self.function(*_inputs(self.spec), **self.always), self.spec)
+        return shapes.fault_of(self._program({})(*_inputs(self.spec)), self.spec)
 
     def nearer(
         self,
@@ -144,15 +146,20 @@ class _Probe:
         operands: Layout | Terms | None = None,
     ) -> bool:
         """Whether the result of a call is nearer to the meaning of ``one``, with what is given, than of ``other``."""
-        import jax  # noqa: PLC0415 (the command line starts without it)
-
         inputs = _inputs(one)
-        arrays = {name: jax.device_put(x) for name, x in keywords.items() if isinstance(x, np.ndarray)}
-        out = np.asarray(self.function(*inputs, **{**self.always, **keywords, **arrays}), np.float64)
+        arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray)}
+        out = np.asarray(self._program(keywords)(*inputs, **arrays), np.float64)
         layout = operands if isinstance(operands, Layout) else Layout()
         terms = operands if isinstance(operands, Terms) else Terms()
         first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
+
+    def _program(self, keywords: Mapping[str, Any]) -> Any:
+        """The function under ``jax.jit``, with those keywords that are no arrays as constants."""
+        import jax  # noqa: PLC0415 (the command line starts without it)
+
+        settings = {name: x for name, x in {**self.always, **keywords}.items() if not isinstance(x, np.ndarray)}
+        return jax.jit(functools.partial(self.function, **settings))
 
     def can(self, *question: Any) -> bool:
         """As :meth:`nearer`; False where the function raises."""
@@ -164,7 +171,7 @@ class _Probe:
     def has_shape(self, spec: AttentionSpec) -> bool:
         """Whether a call with arrays of these sizes gives an output of the right shape."""
         try:
-            out = self.function(*_inputs(spec), **self.always)
+            out = self._program({}).lower(*_inputs(spec)).out_info
             return tuple(out.shape) == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
         except Exception:  # noqa: BLE001 (as above)
             return False

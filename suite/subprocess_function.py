@@ -25,7 +25,7 @@ from attnsuite.testing.cases import leaning
 from .cell import Process, Start
 from .errors import CellFailure
 from .measure import arrays
-from .user_function import description, register_functions
+from .user_function import load, register_functions
 
 _SCORES = {"leaning": leaning}
 _INPUTS = ("query", "key", "value")
@@ -115,9 +115,10 @@ class _Found:
 
 def found_out(reference: str) -> dict[str, Any]:
     """In the function's process: what it takes."""
-    backend = _loaded(reference)
+    backend, description = load(reference)
+    registry.register(backend)
     features = tuple(sorted(backend.declared.features))
-    return dataclasses.asdict(_Found(features, backend.declared.dtypes, backend.exact, description(reference)))
+    return dataclasses.asdict(_Found(features, backend.declared.dtypes, backend.exact, description))
 
 
 def outline(name: str, reference: str, settings: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict:

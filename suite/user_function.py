@@ -58,7 +58,7 @@ def register_functions(names: Iterable[str]) -> None:
     """Load what is named by a file and register it under the name as it was given. Raises InputError."""
     for reference in filter(is_reference, names):
         if reference not in registry.names():
-            registry.register(_backend(check_reference(reference)))
+            registry.register(load(reference)[0])
 
 
 def digests(names: Iterable[str]) -> dict[str, str]:
@@ -73,11 +73,15 @@ def digests(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _backend(reference: str) -> FunctionBackend:
-    path, _, name = reference.rpartition(":")
+def load(reference: str) -> tuple[FunctionBackend, str]:
+    """The backend of what is named, and what was found out of a plain function. Raises InputError.
+
+    The latter is a sentence, empty for what ``backends.from_function`` made.
+    """
+    path, _, name = check_reference(reference).rpartition(":")
     found = getattr(load_module(Path(path)), name, None)
     if isinstance(found, FunctionBackend):
-        return from_function(found.function, takes=found.declared, name=reference, exact=found.exact)
+        return from_function(found.function, takes=found.declared, name=reference, exact=found.exact), ""
     if isinstance(found, type) or not callable(found) or hasattr(found, "plan"):
         raise InputError(
             f"{name} in {path} is no function of (query, key, value) and nothing that backends.from_function made; "
@@ -85,14 +89,7 @@ def _backend(reference: str) -> FunctionBackend:
         )
     plain = found_out(found)
     takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"))
-    return from_function(found, takes=takes, name=reference)
-
-
-def description(reference: str) -> str:
-    """What was found out of a plain function, a sentence; empty for one that ``backends.from_function`` made."""
-    path, _, name = reference.rpartition(":")
-    found = getattr(load_module(Path(path)), name)
-    return "" if isinstance(found, FunctionBackend) else f"{found_out(found)}"
+    return from_function(found, takes=takes, name=reference), str(plain)
 
 
 def load_module(path: Path) -> ModuleType:

@@ -35,7 +35,7 @@ def _check_runnable(reference: str, cells: Sequence[Cell]) -> None:
     reasons = [reason for cell in cells for reason in cell.reasons if reason.startswith(reference)]
     raise InputError(
         f"{reference} can run in none of the {len(cells)} cases: {' '.join(reasons[:1]) or 'they are not about it.'} "
-        f"{user_function.description(reference)} Say more with backends.from_function(f, takes=...), or take cases "
+        f"{user_function.load(reference)[1]} Say more with backends.from_function(f, takes=...), or take cases "
         "that it can run: attnsuite run --cases, or a suite of your own (docs/reference/suite-files.md)."
     )
 

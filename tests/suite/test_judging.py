@@ -131,7 +131,7 @@ def test_what_a_function_raises_is_a_result(kernels):
 
 
 def test_random_problems_ask_only_for_what_a_function_takes(kernels, monkeypatch):
-    monkeypatch.setattr(random_specs, "_TRIES", 1)  # the first one drawn is taken
+    monkeypatch.setattr(random_specs, "_TRIES", 5)  # of another dtype: XLA has no such float16 product for CPUs
     found = judged(kernels, "right", "random 3 of seed 0", 3)
     assert found.status == "ok", found
     for number in range(10):

@@ -66,6 +66,13 @@ def test_features_are_those_of_the_calls(function, features):
     assert found_out(function).features == {"gradient", *features.split()}
 
 
+def test_what_runs_and_cannot_be_compiled_is_not_taken():
+    assert plain(*jnp.ones((3, 1, 128, 4, 64), jnp.float16)).dtype == jnp.float16
+    assert found_out(plain).dtypes == ("float32", "bfloat16")
+    found = found_out(lambda q, k, v: plain(q, k, v) if q.sum() > 0 else v)
+    assert found.error.startswith("TracerBoolConversionError")
+
+
 def test_what_it_raises_is_told():
     found = found_out(raising)
     assert found.features == {"bidirectional", "gradient"}
