@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Target, registry
 from attnsuite.suite.measure import speed
 
-ROUNDS = 7
+ROUNDS = 5
 ROUNDS_OF_A_BAD_PLAN = 3  # a ratio of 1.4 and more needs fewer samples to stand above the bound
 BOUND = 0.75  # time relative to standard
 

@@ -18,6 +18,8 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, from_function, oracle, plan, registry
 from attnsuite.backends.contract import may_attend
 
+pytestmark = pytest.mark.newest
+
 # flash_cpu is compiled by llvmlite
 NATIVE = [pytest.param("flash_cpu", marks=pytest.mark.flash_cpu)] if importlib.util.find_spec("llvmlite") else []
 BACKENDS = ["standard", "chunked", *NATIVE]

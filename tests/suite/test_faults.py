@@ -33,7 +33,7 @@ FALLBACK = resolve("auto", SPEC, Target("cpu")).backend.name
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory, foreign, faulty_names, attnsuite):
-    """The run of all faulty backends, and its directory. It waits for the one that hangs while other tests run."""
+    """The run of all faulty backends, and its directory. It waits for the one that hangs while the first tests run."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "suite.toml").write_text(SUITE)
     out = known_machine(folder / "run")
@@ -79,6 +79,40 @@ def lengths(begun, tmp_path_factory, foreign):
         flags = ("--suite", folder / "suite.toml", "--backends", "standard,elsewhere", "--out", out)
         assert code_of("run", *flags) == 0
     return {(record.case, record.requested): record for record in parse_records(out / RECORDS)[0]}
+
+
+SILENT = """
+import time
+from attnsuite.backends.standard import STANDARD
+
+class Silent:
+    name, exact = "silent", True
+
+    def takes(self, target, mode):
+        time.sleep(1000)
+
+    plan = STANDARD.plan
+
+
+SILENT = Silent()
+"""
+
+
+def test_backend_that_hangs_when_it_is_asked_ends_the_run_with_a_sentence(begun, tmp_path, monkeypatch):
+    info = tmp_path / "silent-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: silent\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnsuite.backends]\nsilent = silent:SILENT\n")
+    (tmp_path / "silent.py").write_text(SILENT)
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(grid, "_PROBE_SECONDS", 6.0)  # of which a worker's start is one or two
+    limits = Limits(60.0, 2**30)
+    for backends, answers in (("standard", True), ("standard,silent", False)):
+        asked = grid.new_request(str(tmp_path / "suite.toml"), "standard", None, None, tmp_path / "out", limits)
+        asked = dataclasses.replace(asked, backends=tuple(backends.split(",")))
+        with contextlib.nullcontext() if answers else pytest.raises(InputError, match="no answer within 6 s; name the"):
+            grid.probe(asked)
 
 
 @pytest.mark.thorough
@@ -169,37 +203,3 @@ def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time
 def test_report_and_summary_are_written(run):
     assert "report.md" in run[1]
     assert "Traceback" not in run[2]
-
-
-SILENT = """
-import time
-from attnsuite.backends.standard import STANDARD
-
-class Silent:
-    name, exact = "silent", True
-
-    def takes(self, target, mode):
-        time.sleep(1000)
-
-    plan = STANDARD.plan
-
-
-SILENT = Silent()
-"""
-
-
-def test_backend_that_hangs_when_it_is_asked_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
-    info = tmp_path / "silent-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: silent\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[attnsuite.backends]\nsilent = silent:SILENT\n")
-    (tmp_path / "silent.py").write_text(SILENT)
-    (tmp_path / "suite.toml").write_text(SUITE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(grid, "_PROBE_SECONDS", 6.0)  # of which a worker's start is one or two
-    limits = Limits(60.0, 2**30)
-    for backends, answers in (("standard", True), ("standard,silent", False)):
-        asked = grid.new_request(str(tmp_path / "suite.toml"), "standard", None, None, tmp_path / "out", limits)
-        asked = dataclasses.replace(asked, backends=tuple(backends.split(",")))
-        with contextlib.nullcontext() if answers else pytest.raises(InputError, match="no answer within 6 s; name the"):
-            grid.probe(asked)
