@@ -26,7 +26,7 @@ def parse_mesh(text: str) -> MeshSizes:
     >>> parse_mesh("fsdp=4, heads=2").count
     8
     """
-    from attnsuite.models.sharded_training import MeshSizes  # noqa: PLC0415 (flax)
+    from attnsuite.models.sharded_training import MeshSizes  # noqa: PLC0415 (optax)
 
     axes = list(MeshSizes.__dataclass_fields__)
     sizes: dict[str, int] = {}

@@ -53,7 +53,7 @@ def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
 
     Raises InputError for an unknown name, and for a checkpoint that cannot be read.
     """
-    from attnsuite.models.checkpoint import read_config  # noqa: PLC0415 (flax)
+    from attnsuite.models.checkpoint import read_config  # noqa: PLC0415 (JAX)
 
     from .named_model import absolute, checkpoint_of  # noqa: PLC0415 (flax)
 

@@ -136,7 +136,7 @@ class _Probe:
         """What is wrong with the shape or dtype of an output; empty where nothing is."""
         from attnsuite.testing import shapes  # noqa: PLC0415 (only a function of a user's needs it)
 
-        return shapes.fault_of(self._program({})(*_inputs(self.spec)), self.spec)
+        return shapes.fault_of(self._outline(self.spec), self.spec)
 
     def nearer(
         self,
@@ -153,6 +153,10 @@ class _Probe:
         terms = operands if isinstance(operands, Terms) else Terms()
         first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
+
+    def _outline(self, spec: AttentionSpec) -> Any:
+        """Shape and dtype of what a call with arrays of these sizes returns; it is lowered, and not compiled."""
+        return self._program({}).lower(*_inputs(spec)).out_info
 
     def _program(self, keywords: Mapping[str, Any]) -> Any:
         """The function under ``jax.jit``, with those keywords that are no arrays as constants."""
@@ -171,8 +175,7 @@ class _Probe:
     def has_shape(self, spec: AttentionSpec) -> bool:
         """Whether a call with arrays of these sizes gives an output of the right shape."""
         try:
-            out = self._program({}).lower(*_inputs(spec)).out_info
-            return tuple(out.shape) == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
+            return self._outline(spec).shape == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
         except Exception:  # noqa: BLE001 (as above)
             return False
 

@@ -16,6 +16,7 @@ def submodules_of(package: str, homes: Mapping[str, str] = MappingProxyType({}))
     """The ``__getattr__`` of a package: a module of it that nothing imported yet, or a name from its module.
 
     ``homes`` has the module of each public name.
+
     Raises ImportError for a folder of the repository that was imported under its bare name: it would be a second
     package beside the one that is installed.
     """

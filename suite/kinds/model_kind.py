@@ -17,6 +17,7 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Target
 from attnsuite.models import TextFile
+from attnsuite.models.planning import attention_spec
 
 from .. import peers
 from ..cell import Cell, Means, Prepared, Request
@@ -57,8 +58,6 @@ class Model(Kind):
 
     def spec(self, case: ModelCase) -> AttentionSpec | None:
         """The attention of a layer, if all layers have the same type."""
-        from attnsuite.models.planning import attention_spec  # noqa: PLC0415 (flax)
-
         from . import model_program  # noqa: PLC0415 (flax)
 
         config = model_program.model_config(case)
