@@ -10,7 +10,6 @@ from __future__ import annotations  # pytest 8.3 has not every type that is name
 import gc
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX and NumPy read these when they are imported
@@ -38,15 +37,15 @@ FIRST = (
     *("models/test_shipped.py", "models/test_generate.py", "models/test_weights.py"),
     *("reports/test_answer.py", "reports/test_render.py", "reports/test_published.py"),
 )
-_WHY = {
+_FURTHER = {
     "backends/kvax": "Kvax beyond its core",
     "backends/kascade": "sparse attention: its kernels, every defect known, the gate",
     "backends/flash_cpu": "the native kernels beyond their core",
-    "backends": "backends beyond their core",
+    "backends": "all of these, and other backends beyond their core",
     "models": "checkpoints, families, training, serving",
     "reports": "pages beyond the answer, browsers",
     "suite": "every verb, faults, compilers of absent devices",
-    "testing": "the conformance suite's own claims",
+    "test_*.py": "packaging, documentation, examples",
 }
 # These take longest, each in one process of xdist (--dist loadscope --no-loadscope-reorder). They begin first, so that
 # none of them is left for the end, when the other process has nothing to do.
@@ -54,7 +53,6 @@ LONGEST = (
     *("test_tutorial.py", "test_docs.py", "suite/test_cheats.py", "suite/test_kascade.py", "suite/test_sharded.py"),
     *("suite/test_judging.py", "suite/test_faults.py", "suite/test_interruption.py", "suite/test_lone_device.py"),
 )
-_left_out = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,12 +65,17 @@ def _runs_first_alone(config: pytest.Config) -> bool:
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
 
 
+def _runs_first(config: pytest.Config) -> bool:
+    """Whether the first run alone; a worker of xdist is given paths, and reads the variable."""
+    return _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1"
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Two processes, and programs compiled without optimisation, which takes half the time."""
     if _runs_first_alone(config) and not hasattr(config, "workerinput"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        os.environ["ATTNSUITE_FIRST"] = "1"  # a worker of xdist is given paths
+        os.environ["ATTNSUITE_FIRST"] = "1"
         if getattr(config.option, "numprocesses", None) is None and config.pluginmanager.has_plugin("xdist"):
             config.option.numprocesses = 2
 
@@ -109,37 +112,23 @@ def _waits(item: pytest.Item) -> bool:
     return is_landing() and item.get_closest_marker("thorough") is not None
 
 
-def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is not among the first, and count it by file."""
-    others = [item for item in items if not _is_first(item)]
-    found = Counter(map(_path, others))
-    config.stash[_left_out] = found
-    if (output := getattr(config, "workeroutput", None)) is not None:
-        output["left_out"] = dict(found)
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if _is_first(item)]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object) -> None:
-    """Each worker of xdist has left out the same."""
-    found = getattr(node, "workeroutput", {}).get("left_out")
-    if found is not None:
-        node.config.stash[_left_out] = Counter(found)  # type: ignore[attr-defined]
+@pytest.hookimpl
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where the first run alone, files without one of them are not even imported."""
+    if collection_path.suffix != ".py" or not _runs_first(config) or not collection_path.is_relative_to(TESTS):
+        return None
+    path = collection_path.relative_to(TESTS).as_posix()
+    has_a_core = path.startswith("backends/") and "(Conformance)" in collection_path.read_text("utf-8")
+    return None if path in FIRST or has_a_core or collection_path.name == "conftest.py" else True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What was left out, why, and the command for it: by folder, with ``-v`` by file."""
-    found = config.stash.get(_left_out, None)
-    if not found:
+    """What was left out, and the command for it."""
+    if not _runs_first_alone(config):
         return
-    terminalreporter.section(f"left out: {sum(found.values())} tests, which .ci/run --all runs; -v names the files")
-    by_folder: Counter[str] = Counter()
-    for file, count in found.items():
-        by_folder[file.rpartition("/")[0]] += count
-    for path, count in sorted((found if config.get_verbosity() > 0 else by_folder).items()):
-        why = next((why for start, why in _WHY.items() if path.startswith(start)), "packaging, documentation, examples")
-        terminalreporter.line(f"{count:6} {why:62} pytest --all tests/{path or 'test_*.py'}")
+    terminalreporter.section("left out, which .ci/run --all runs")
+    for folder, content in _FURTHER.items():
+        terminalreporter.line(f"{content:62} pytest --all tests/{folder}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -160,12 +149,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if sweeps or _case_of(item) not in (None, *BREADTH):
             item.add_marker("thorough")
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
-    if _runs_first_alone(config) or os.environ.get("ATTNSUITE_FIRST") == "1":
-        _leave_out(config, items)
+    if _runs_first(config):
+        left_out = {item: None for item in items if not _is_first(item)}
     else:
         left_out = {item: None for item in items if _ran_before(item) or _waits(item)}
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:
