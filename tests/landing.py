@@ -14,13 +14,11 @@ CORE = (
 # Every backend with the newest JAX: each feature, most of them beside others.
 BREADTH = (
     *CORE,
-    *("plain", "mqa", "scale", "head-dim-80", "value-dim-wider", "length-129", "more-queries-causal", "few-queries-17"),
-    *("decode-1", "chunk-of-prefill", "window-int-causal", "chunk-causal", "soft-cap", "segments-returning"),
-    *("padding-left", "padding-only", "ragged-beyond-all-keys", "positions-shuffled", "combination-ragged"),
-    *("mask-dead-rows", "mask-and-bias", "bias-broadcast", "bias-of-minus-infinity", "log-sum-exp-of-nothing"),
-    *("function-positions", "function-decode", "score-soft-cap", "alibi-soft-cap", "sinks-of-nothing", "pages"),
-    *("pages-ragged", "kv-int8-pages-hnd", "decode-hnd", "values-in-keys-bfloat16", "combination-float16"),
-    *("causal-1000-bfloat16", "big-logits-bfloat16"),
+    *("plain", "head-dim-80", "value-dim-wider", "length-129", "more-queries-causal", "decode-1", "chunk-of-prefill"),
+    *("chunk-causal", "segments-returning", "padding-only", "ragged-beyond-all-keys", "positions-shuffled"),
+    *("mask-dead-rows", "mask-and-bias", "bias-of-minus-infinity", "log-sum-exp-of-nothing", "function-positions"),
+    *("score-soft-cap", "sinks-of-nothing", "pages", "kv-int8-pages-hnd", "values-in-keys-bfloat16"),
+    *("combination-float16", "causal-1000-bfloat16", "big-logits-bfloat16"),
 )
 
 

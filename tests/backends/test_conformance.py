@@ -114,6 +114,7 @@ class TestVacuous(Conformance):
 """
 
 
+@pytest.mark.thorough
 def test_every_conformance_test_of_a_backend_judges_or_is_reported_as_skipped(tmp_path: Path) -> None:
     """In a folder of somebody else's, with no plugin. Of a class with two tests that claim nothing these two fail."""
     (tmp_path / "test_vacuous.py").write_text(VACUOUS, encoding="utf-8")

@@ -15,6 +15,7 @@ from jax import lax
 
 from attnsuite import backends
 from attnsuite.backends import attention_fn, flax_attention
+from landing import swept
 
 # Flax promotes dtypes and ranks.
 pytestmark = pytest.mark.foreign_numerics
@@ -62,7 +63,7 @@ MASKS = {
 
 
 @either
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", swept(MASKS, ("no mask", "both masks")))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layer_gives_what_it_gives_by_default(make: Layer, backend: str, mask: str) -> None:
     x, mask_array = draw(2, 12, 32), MASKS[mask]()
@@ -100,7 +101,7 @@ def test_every_keyword_that_a_layer_passes_is_named(make: Layer) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_length", [12, 7, 15])
+@pytest.mark.parametrize("kv_length", swept([12, 7, 15], [7, 15]))
 def test_causal_keyword_of_nnx_is_causal(backend: str, kv_length: int) -> None:
     x, other = draw(2, 12, 32), draw(2, kv_length, 32, seed=1)
     ours, theirs = nnx_layer(attention_fn=attention_fn(backend)), nnx_layer()
@@ -139,7 +140,7 @@ def test_grouped_heads_of_nnx(num_kv_heads: int) -> None:
 
 
 @either
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", swept([jnp.bfloat16, jnp.float16, jnp.float32], [jnp.bfloat16]))
 def test_layer_of_another_dtype(make: Layer, dtype: Any) -> None:
     x = draw(2, 12, 32)
     ours, theirs = make(dtype=dtype, attention_fn=attention_fn("standard"))(x), make(dtype=dtype)(x)
@@ -166,7 +167,7 @@ def test_promotion_of_the_callers_own_is_used() -> None:
 
 
 @either
-@pytest.mark.parametrize("lead", [(), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("lead", [(), (2, 3), pytest.param((2, 1, 3), marks=pytest.mark.thorough)])
 def test_any_number_of_batch_axes(make: Layer, lead: tuple[int, ...]) -> None:
     x = draw(*lead, 12, 32)
     masks = [None, draw(*lead, 4, 12, 12) > -0.5]

@@ -75,9 +75,7 @@ def _scale(name):
     return 0.25 if "q_proj" in name or "k_proj" in name else 0.1 if "layers" in name else None
 
 
-@pytest.fixture(
-    scope="module", params=swept(GRID, ("tied-factor8", "factor32-sharded-old-keys", "qwen2-window", "qwen3"))
-)
+@pytest.fixture(scope="module", params=swept(GRID, ("factor32-sharded-old-keys", "qwen2-window", "qwen3")))
 def opened(request, tmp_path_factory):
     """transformers' model, its logits, and the directory in which transformers saved it."""
     name, directory = request.param, tmp_path_factory.mktemp(request.param)

@@ -18,6 +18,7 @@ from attnsuite.testing.caches import Cache
 from attnsuite.testing.cases import case, leaning
 from attnsuite.testing.problems import arrays, solve, spec_of
 from emitted import set_apart
+from landing import swept
 
 
 def step(*terms, T=4, S=299, **options):
@@ -62,7 +63,7 @@ def decode_alone(monkeypatch):
     monkeypatch.setattr(Calls, "forward", not_asked)
 
 
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_layout", swept(["NHD", "HND"], ["HND"]))
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.usefixtures("decode_alone")
 def test_step_with_terms_takes_the_decode_kernel_and_passes_the_judge(name, kv_layout):

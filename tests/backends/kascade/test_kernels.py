@@ -181,6 +181,7 @@ def test_mass_of_every_tile(case, kernels):
     assert mass_error(given, pooled_mass(kernels, given)) < MASS_BOUND
 
 
+@pytest.mark.thorough
 def test_cases_have_what_they_are_about():
     """A row that sees nothing, a sequence without keys, a tile without keys, and tiles that are left out."""
     ragged = problem("segments-and-lengths")
