@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).with_name("peers_own_tests.py")
 
 JAX = """
@@ -75,6 +77,7 @@ def test_what_passes_and_what_is_refused_with_its_reason_is_no_failure(tmp_path:
     assert done.stdout.rstrip().endswith("2 passed, 1 refused, 1 skipped, 0 failed")
 
 
+@pytest.mark.thorough
 def test_everything_else_is_a_failure(tmp_path: Path) -> None:
     done = run(tmp_path, jax="import jax.nowhere", linen=LINEN + FAILURES)
     assert done.returncode == 1

@@ -177,6 +177,7 @@ def test_command_says_what_is_right_wrong_and_refused_and_keeps_the_records(kern
     assert f"\n{kernels}:off: wrong\n" in told
 
 
+@pytest.mark.thorough
 def test_lines_of_the_worst_failure_show_it_again(kernels, tmp_path, capsys):
     words = ["--cases", "heads-equal,takes", "--random", "0", "--out", str(tmp_path / "judged")]
     code_of("judge", f"{kernels}:off", *words)

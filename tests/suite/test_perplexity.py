@@ -85,6 +85,7 @@ def test_a_figure_of_kascade_stands_beside_what_each_role_of_layer_kept(tmp_path
     assert any("options: tile_size=16, query_tile=16, min_keys=0, top_k=0.125" in note for note in record.notes)
 
 
+@pytest.mark.thorough
 def test_the_options_reach_the_backend(tmp_path, capsys):
     words = ["--model", "text", "--backend", "kascade", "--options"]
     figures = {}

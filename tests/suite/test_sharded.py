@@ -213,6 +213,7 @@ def test_model_takes_a_sharded_backend_by_its_name(broken):
     assert "Involuntary full rematerialization" not in broken["warnings"]  # hidden states lie as the tokens do
 
 
+@pytest.mark.thorough
 def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
     """Its row has a record, and the next one is computed by a new process."""
     known = cell_of("standard", "data 1", "causal")
@@ -236,6 +237,7 @@ backends = "kascade, standard"
 """
 
 
+@pytest.mark.thorough
 def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
     """An interrupted command has each finished row once, and goes on with the others."""
     suite = tmp_path / "two.toml"
