@@ -156,7 +156,8 @@ def fit(spec: AttentionSpec, layout: Layout) -> Layout:
 def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
     """The layout that belongs to ``spec``. Raises ValueError where the two disagree, with expected and given.
 
-    Every array that the spec announces must be there, and no other; values may be abstract. Positions that are
+    Every array that the spec announces must be there, and no other; values may be abstract. Integers of other dtypes
+    become int32. Positions that are
     ``arange`` (a NumPy array) are left out if the spec announces none.
     """
     if not spec.has_positions:
@@ -189,7 +190,17 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}.")
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
+        if x.dtype != jnp.int32 and isinstance(x, np.ndarray | jax.Array):  # in a narrow or unsigned one sums wrap
+            layout = dataclasses.replace(layout, **{name: _as_int32(name, x)})
     return layout
+
+
+def _as_int32(name: str, x: EitherArray) -> EitherArray:
+    """``x`` in int32. Raises ValueError for numbers of a NumPy array that it does not hold."""
+    limits = np.iinfo(np.int32)
+    if isinstance(x, np.ndarray) and x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
+        raise ValueError(f"{name} has numbers from {x.min()} to {x.max()}; expected numbers that int32 holds.")
+    return x.astype(np.int32)
 
 
 def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> None:

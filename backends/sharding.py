@@ -18,12 +18,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from . import ring
@@ -38,6 +38,7 @@ from .support import plan, support, takes_of
 Divided = Literal["heads", "batch"]
 Exchange = Literal["gather", "ring"]
 MeshAxis = str | tuple[str, ...]
+Tree = TypeVar("Tree", Layout, Terms)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,15 +220,20 @@ class Sharded:
                 planned_here = plan(self.backend, share, layout, **planned)
                 return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
 
+            dealt, columns = layout, self._columns(terms)
+            if (
+                AxisType.Explicit in self.mesh.axis_types
+            ):  # shard_map takes arrays there as its specs say, and not whole
+                dealt, terms = self._resharded(layout, rows), self._resharded(terms, columns)
             run = jax.shard_map(
                 local,
                 mesh=self.mesh,
-                in_specs=(rows, arrays, keys, keys, carries, self._columns(terms)),
+                in_specs=(rows, arrays, keys, keys, carries, columns),
                 # Of the log-sum-exp [batch, length, heads] too: a spec may be shorter than the output's.
                 out_specs=((arrays, arrays) if spec.return_log_sum_exp else arrays, carries),
                 check_vma=False,
             )
-            return run(layout, query, key, value, carry, terms)
+            return run(dealt, query, key, value, carry, terms)
 
         return Plan(attend)
 
@@ -300,6 +306,12 @@ class Sharded:
     def _share_description(self, spec: AttentionSpec) -> str:
         added = " with positions of its own" if self._share(spec).has_positions and not spec.has_positions else ""
         return f"the share of one device{added}"
+
+    def _resharded(self, arrays: Tree, specs: Tree) -> Tree:
+        """The arrays, sharded by their specs."""
+        return jax.tree.map(
+            lambda x, spec: jax.sharding.reshard(jnp.asarray(x), NamedSharding(self.mesh, spec)), arrays, specs
+        )
 
     def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""

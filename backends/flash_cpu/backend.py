@@ -243,7 +243,7 @@ def _extra(
         found["mask"] = jnp.asarray(mask)
     if terms.bias is not None:
         bias = jnp.asarray(terms.bias)
-        found["bias"] = bias if bias.dtype.name in DTYPES else bias.astype(jnp.float32)
+        found["bias"] = bias if bias.dtype.name in DTYPES[:3] else bias.astype(jnp.float32)
     if terms.alibi is not None:
         found["alibi"] = jnp.asarray(terms.alibi, jnp.float32)[None]
     if terms.alibi is not None or functions(spec) != (None, None):

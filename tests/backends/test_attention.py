@@ -221,3 +221,46 @@ def test_numpy_input_is_taken() -> None:
 def test_nothing_is_traced_before_a_refusal() -> None:
     with pytest.raises(backends.BackendUnavailableError, match="cudnn cannot run this"):
         jax.eval_shape(functools.partial(attention, backend="cudnn", on_unavailable="raise"), *qkv())
+
+
+INTEGERS = {
+    "lengths of bytes": ({"key_value_seq_lengths": np.array([200], np.uint8)}, 400),
+    "lengths with a sign": ({"key_value_seq_lengths": np.array([100], np.int8)}, 400),
+    "unsigned positions": (
+        {**dict.fromkeys(("query_positions", "key_value_positions"), np.arange(32, dtype=np.uint32)[None])}
+        | {"local_window_size": (5, 0)},
+        32,
+    ),
+    "pages": ({"page_table": np.array([[2, 20, 0, 1]], np.uint8), "needs_grad": False}, 16),
+}
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_of_any_dtype_mean_what_they_say(backend: str, name: str) -> None:
+    options, S = INTEGERS[name]
+    rows = 30 if name == "pages" else 1
+    arrays = draw(1, 32, 2, 8), draw(rows, S, 2, 8, seed=1), draw(rows, S, 2, 8, seed=2)
+    wide = {key: x.astype(np.int32) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+    for given in (options, {key: jnp.asarray(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}):
+        np.testing.assert_array_equal(
+            attention(*arrays, **given, backend=backend), attention(*arrays, **wide, backend=backend)
+        )
+
+
+def test_integers_that_int32_does_not_hold_are_refused() -> None:
+    x = draw(1, 8, 2, 8)
+    with pytest.raises(ValueError, match="query_positions has numbers from 4294967296 to 4294967303"):
+        attention(x, x, x, query_positions=np.arange(8)[None] + 2**32, key_value_positions=np.arange(8)[None])
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_in_float64_beside_inputs_in_float32_is_taken(backend: str) -> None:
+    x, bias = draw(1, 8, 2, 8), np.random.default_rng(3).standard_normal((1, 2, 8, 8))
+    expected = attention(x, x, x, bias=bias.astype(np.float32), backend=backend)
+    with jax.enable_x64(new_val=True):
+        found = attention(x, x, x, bias=bias, backend=backend)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, atol=2e-6)

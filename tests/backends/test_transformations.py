@@ -40,6 +40,22 @@ def test_sharded_length_on_an_explicit_mesh_says_what_to_do():
         attention(*arrays, is_causal=True, backend="chunked")
 
 
+@pytest.mark.parametrize("backend", ["standard", "chunked"])
+def test_arrays_that_an_explicit_mesh_does_not_shard_are_taken(backend):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    given = transformations.operands("float32")
+    more = {
+        "key_value_seq_lengths": np.array([9, 160]),
+        "bias": np.ones((2, 1, 1, 160), np.float32),
+        "sinks": np.ones(4),
+    }
+    attend = functools.partial(attention, backend=backend, **more)
+    arrays = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))) for x in given]
+    with jax.set_mesh(mesh):
+        found = attend(*arrays)
+    np.testing.assert_allclose(found, attend(*given), atol=2e-6)
+
+
 def test_repeated_calls_outside_of_jit_compile_nothing():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
