@@ -21,7 +21,7 @@ from .forward_pass import forward_cached
 from .padding import left_aligned
 from .parameters import Params
 from .planning import Call, Options, Resolutions, planned
-from .transformer import Transformer
+from .transformer import Transformer, check_tokens
 
 
 def generate(
@@ -53,12 +53,10 @@ def generate(
     (1, 4)
     """
     _check_numbers(max_new_tokens, temperature, top_p)
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens has shape {tokens.shape}; expected [batch, length].")
+    if padding_mask is not None and lengths is not None:
+        raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
+    tokens = check_tokens(tokens, model.config.vocab_size)
     if padding_mask is not None:
-        if lengths is not None:
-            raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
         tokens, lengths = left_aligned(tokens, padding_mask)
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype, page_size=page_size)
     logits, cache = model.prefill(tokens, cache, lengths=lengths, last_only=True, **call)

@@ -112,15 +112,17 @@ class Fields(msgspec.Struct, kw_only=True):
 
 
 # The keys about windows that a type has; the others are refused. Llama's layer_types name no window.
-_NO_WINDOW, _ALIKE, _NAMED = (
+_NO_WINDOW, _ALIKE, _NAMED, _UNUSED = (
     ("layer_types", "max_window_layers"),
     ("sliding_window",),
     ("sliding_window", "layer_types"),
+    ("sliding_window", "layer_types", "max_window_layers"),
 )
 _CHOSEN = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
 WINDOW_REASONS = {
     _ALIKE: "all of its layers are alike",
     _NAMED: "its layer_types say which layers have a window",
+    _UNUSED: "its windows are not computed here",
 }
 
 
@@ -187,7 +189,7 @@ FAMILIES = {
         _EXPERTS, _ROUTING, _LOSS, is_stored_alike=False,
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", ("sliding_window", "layer_types", "max_window_layers"), {"qk_norm": True},
+        "Qwen3MoeForCausalLM", _UNUSED, {"qk_norm": True},
         {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
         | {"sliding_window": 4096, "max_position_embeddings": 32768},
         (*_EXPERTS, "moe_intermediate_size", "norm_topk_prob"),
@@ -289,7 +291,12 @@ def known_keys(model_type: str) -> frozenset[str]:
 def _split_rope(entries: dict[str, Any]) -> None:
     """Make one entry of each part of Gemma 3's ``rope_parameters``, which transformers 5 writes per layer type."""
     rope = entries.get("rope_parameters")
-    if isinstance(rope, Mapping) and "full_attention" in rope:
+    if isinstance(rope, Mapping) and rope:
+        if "full_attention" not in rope:  # transformers does not read it
+            raise CheckpointError(
+                f"rope_parameters in {CONFIG} of a gemma3_text has no full_attention; give full_attention and "
+                "sliding_attention, each with its rope_type and rope_theta."
+            )
         refuse_unknown(rope, ("full_attention", "sliding_attention"), f"rope_parameters in {CONFIG}")
         entries["rope_parameters"] = rope["full_attention"]
         entries["sliding_rope"] = rope.get("sliding_attention")

@@ -25,7 +25,7 @@ from .config import ModelConfig
 from .forward_pass import forward_ragged
 from .parameters import Params
 from .planning import Call, Options, Resolutions, planned
-from .transformer import Transformer
+from .transformer import Transformer, check_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Request:
 
     def __post_init__(self) -> None:
         require_positive_int("new_tokens", self.new_tokens)
-        if not self.prompt:
+        if len(self.prompt) == 0:
             raise ValueError("prompt is empty; give at least one token.")
         if not 0.0 <= self.arrives < float("inf"):
             raise ValueError(f"arrives={self.arrives!r} must be a finite number of seconds, at least 0.")
@@ -130,13 +130,14 @@ def serve(
 
     Time is that of the steps by ``clock``, which waits for the device; where nothing runs, it jumps to the next
     arrival. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`. Raises ValueError for a request that
-    the cache could never hold.
+    the cache could never hold, and for a prompt that the vocabulary does not have.
     """
     cache = model.new_cache(
         sizes.sequences, sizes.capacity, cache_dtype, page_size=sizes.page_size, num_pages=sizes.num_pages
     )
     num_pages, page_size = cache.pages or (0, 1)
     for number, request in enumerate(requests):
+        check_tokens([request.prompt], model.config.vocab_size)
         if request.length > cache.capacity or -(-request.length // page_size) > num_pages:
             raise ValueError(
                 f"request {number} needs {request.length} slots; a sequence has {cache.capacity}, and all pages "

@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
 
         ``call`` are the keywords of :class:`attnsuite.models.planning.Call`. The cache is donated.
         """
-        tokens = jnp.asarray(tokens)
+        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # prefill checks what is on the host
         tokens = tokens[:, None] if tokens.ndim == 1 else tokens
         if tokens.ndim != 2 or tokens.shape[1] != 1:
             raise ValueError(

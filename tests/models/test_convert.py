@@ -128,6 +128,16 @@ def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
     assert load(output).config.param_dtype == "float16"
 
 
+def test_a_preset_beside_what_says_its_own_scaling_is_refused(tmp_path, capsys):
+    save(Transformer(ModelConfig.from_preset("debug")), tmp_path / "in")
+    for given in (str(tmp_path / "in"), "debug"):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["convert", "--input", given, "--output", str(tmp_path / "out"), "--preset", "llama-3.2-1b"])
+        assert exit_info.value.code == 2
+        assert f"{given} says its own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_info:

@@ -184,6 +184,16 @@ REFUSED = {
     "a part of each head": ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
     "a soft cap of attention": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "a key of Gemma": ("olmo2", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar' (256), which is not known"),
+    "windows that are not computed": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 5},
+        "use_sliding_window=true in config.json is not supported in a qwen3_moe; its windows are not computed here",
+    ),
+    "one RoPE of two": (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        "no full_attention",
+    ),
     "two numbers of experts": ("mixtral", {"num_experts": 8}, "num_experts=8 and num_local_experts=4"),
 }
 

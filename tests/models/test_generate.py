@@ -86,10 +86,18 @@ def test_generation_ends_at_the_stop_token():
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
-        ({"tokens": [1, 2]}, r"tokens has shape \(2,\); expected \[batch, length\]"),
+        ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[batch, length\]"),
+        ({"tokens": [[1, 9999]]}, "tokens reach from 1 to 9999; this model has tokens 0 to 255"),
+        ({"tokens": [[1, -1]]}, "tokens reach from -1 to 1"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, sentence):
     call = {"tokens": PROMPTS, "max_new_tokens": 2} | arguments
     with pytest.raises(ValueError, match=sentence):
         generate(model(), **call)
+
+
+def test_a_step_refuses_a_token_outside_of_the_vocabulary():
+    cache = model().prefill(PROMPTS, model().new_cache(len(PROMPTS), 8), backend="standard")[1]
+    with pytest.raises(ValueError, match="tokens reach from 9999 to 9999"):
+        model().decode([9999] * len(PROMPTS), cache)

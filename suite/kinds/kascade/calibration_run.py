@@ -46,9 +46,9 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
         raise InputError(f"--out {request.out} must end in .safetensors; the .json is written beside it.")
     for suffix in (".safetensors", ".json"):
         files.check_file(request.out.with_suffix(suffix))
-    for flag, value in (("--prompts", request.prompts), ("--length", request.length)):
-        if value < 1:
-            raise InputError(f"{flag} {value} must be at least 1.")
+    for flag, value, least in (("--prompts", request.prompts, 1), ("--length", request.length, 2)):
+        if value < least:
+            raise InputError(f"{flag} {value} must be at least {least}.")
     if request.random_tokens and request.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
     try:
