@@ -75,16 +75,15 @@ def found_out(function: Callable[..., Any]) -> Found:
     keywords = _keywords(function)
     causal = dataclasses.replace(spec, is_causal=True)
     probe = _Probe(function, spec)
-    both = "is_causal" in keywords and all(
-        probe.can(one, other, {"is_causal": one.is_causal}) for one, other in ((causal, spec), (spec, causal))
-    )
+    # What it computes with the keyword is left to the judge: a wrong mask would else be a feature that it lacks.
+    both = "is_causal" in keywords and all(probe.traces({"is_causal": value}) for value in (True, False))
     if both:
         probe = dataclasses.replace(probe, always={"is_causal": False})
     try:
         if misshapen := probe.fault():
             return Found(frozenset({"bidirectional", "gradient"}), misshapen=misshapen)
         is_causal = probe.nearer(causal, spec, {})
-    except Exception as error:  # noqa: BLE001 (anything that a function raises)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (anything that a function raises)
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Found(frozenset({"bidirectional", "gradient"}), error=error_text)
     plain = causal if is_causal else spec
@@ -169,14 +168,22 @@ class _Probe:
         """As :meth:`nearer`; False where the function raises."""
         try:
             return self.nearer(*question)
-        except Exception:  # noqa: BLE001 (as above)
+        except (Exception, SystemExit):  # noqa: BLE001 (as above)
             return False
+
+    def traces(self, keywords: Mapping[str, Any]) -> bool:
+        """Whether a call with these keywords can be traced."""
+        try:
+            self._program(keywords).lower(*_inputs(self.spec))
+        except (Exception, SystemExit):  # noqa: BLE001 (as above)
+            return False
+        return True
 
     def has_shape(self, spec: AttentionSpec) -> bool:
         """Whether a call with arrays of these sizes gives an output of the right shape."""
         try:
             return self._outline(spec).shape == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
-        except Exception:  # noqa: BLE001 (as above)
+        except (Exception, SystemExit):  # noqa: BLE001 (as above)
             return False
 
 

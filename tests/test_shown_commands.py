@@ -159,7 +159,7 @@ def test_every_row_fits_a_command():
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="a source distribution has no published records")
 def test_commands_that_need_nothing_run_on_published_records(tmp_path, monkeypatch, capsys):
-    """In the order of the pages, so that `report mine.zip` finds what `report mine --bundle mine.zip` wrote."""
+    """In the order of the pages, so that `report sent.zip` finds what `--bundle sent.zip` wrote."""
     for published, names in RUNS.items():
         for name in names:
             shutil.copytree(PUBLISHED / published, tmp_path / name)

@@ -38,11 +38,13 @@ def run(command: Choose) -> int:
     from attnsuite.backends import load_policy
 
     from .. import files
-    from ..choosing import score, sources_of, write_policy
+    from ..choosing import measured, score, sources_of, write_policy
 
     if not command.run_dirs:
         raise InputError("choose needs the directory of at least one run; attnsuite run writes one.")
     files.check_file(command.out)
+    if command.check is not None:
+        measured(command.check)  # what cannot be read is said before a file is written
     found = sources_of(command.run_dirs)
     total = sum(len(each.choices) for each in write_policy(command.out, found))
     print(_cases(found))

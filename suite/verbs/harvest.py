@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +45,8 @@ def run(command: Harvest) -> int:
         if command.out.exists():
             raise InputError(f"{command.out} exists; give another --out.")
         check_file(command.out)
-    function = getattr(load_module(Path(path)), name, None)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is the suite file's
+        function = getattr(load_module(Path(path)), name, None)
     if not callable(function) or not _takes_nothing(function):
         raise InputError(f"{path} has no function {name} that takes nothing; {_FORM}.")
     step, args = _step(command.script, _of_user(command.script, function))
@@ -117,7 +120,8 @@ def _step(script: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _of_user(what: str, function: Callable[[], Any]) -> Any:
     """What the user's code returns. Raises InputError with what it raised, and where."""
     try:
-        return function()
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is the suite file's
+            return function()
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(

@@ -45,6 +45,8 @@ def _pack(command: Report) -> int:
 
     if command.others or command.out is not None or command.bundle is None or command.bundle.suffix != ".zip":
         raise InputError("--bundle takes one run and FILE.zip, as attnsuite report RUN --bundle RUN.zip.")
+    if command.bundle.exists():
+        raise InputError(f"{command.bundle} exists; give another --bundle.")
     count = pack(command.run_dir, command.bundle)
     print(f"bundle:  {command.bundle}, {count} records")
     return 0

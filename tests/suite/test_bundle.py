@@ -274,6 +274,7 @@ def test_verb_packs_verifies_and_unpacks_only_where_it_is_told_to(run_dir, tmp_p
     target = tmp_path / "sent.zip"
     assert code_of("report", run_dir, "--bundle", target) == 0
     before = sorted(tmp_path.rglob("*"))
+    assert code_of("report", run_dir, "--bundle", target) == 2  # nothing is overwritten
     assert code_of("report", target) == 0
     assert sorted(tmp_path.rglob("*")) == before
     assert "verified: 42 records" in capsys.readouterr().out

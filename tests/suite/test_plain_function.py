@@ -34,6 +34,10 @@ def with_keywords(q, k, v, *, is_causal=False, mask=None, bias=None):
     return jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=is_causal)
 
 
+def ignores_is_causal(q, k, v, is_causal=False):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
 def ignores_its_mask(q, k, v, mask=None):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -56,6 +60,7 @@ def raising(q, k, v):
         (plain, "bidirectional grouped_queries cross_length"),
         (causal, "causal grouped_queries cross_length"),
         (with_keywords, "bidirectional causal grouped_queries cross_length mask bias"),
+        (ignores_is_causal, "bidirectional causal grouped_queries cross_length"),  # to be judged, and found wrong
         (ignores_its_mask, "bidirectional grouped_queries cross_length"),
         (one_head_each, "bidirectional cross_length value_head_dim"),
         (off, "causal grouped_queries cross_length"),

@@ -158,7 +158,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--text", "nowhere.txt"], "cannot be read"),
         (["--prompts", "0"], "--prompts 0 must be at least 1"),
         (["--prompts", "100000"], "fewer than the 100000 asked for"),
-        (["--length", "1"], "fewer than the 8 asked for"),
+        (["--length", "1"], "--length 1 must be at least 2"),
         (["--top-k", "2"], "top_k=2.0 is not accepted"),
         (["--length", "32", "--prompts", "1"], "leaves no choice"),
         (["--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
