@@ -327,12 +327,15 @@ def starts_a_daemon(query, key, value):
     return honest(query, key, value)
 
 
-_HOLD = "import time; x = bytearray(3 << 30); x[::4096] = b'1' * len(x[::4096]); time.sleep(600)"
+_HOLD = "import time; x = bytearray(3 << 30); x[::4096] = b'1' * len(x[::4096]); print(flush=True); time.sleep(600)"
 
 
 @functools.cache
 def _holder():
-    return subprocess.Popen([sys.executable, "-c", _HOLD])
+    """A child, as soon as it holds its memory: a cell may take less time than that."""
+    child = subprocess.Popen([sys.executable, "-c", _HOLD], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    return child
 
 
 def memory_in_a_child(query, key, value):
