@@ -123,6 +123,11 @@ class Policy:
     name: str
     entries: tuple[Entry, ...]
 
+    @staticmethod
+    def of(name: str, sources: Iterable[Source]) -> Policy:
+        """The policy of these sources. Raises ValueError for a choice whose problem is none."""
+        return Policy(name, tuple(Entry(*found) for found in _entries(sources)))
+
     @property
     def sources(self) -> tuple[Source, ...]:
         """Where the choices are from."""
@@ -168,8 +173,7 @@ def _read(name: str, *_: int) -> Policy | str:
     """The policy in a file, or what is wrong with it; the other arguments say which state of the file."""
     text = Path(name).read_bytes()
     try:
-        sources = msgspec.json.decode(text, type=_PolicyFile).sources
-        return Policy(name, tuple(Entry(*found) for found in _entries(sources)))
+        return Policy.of(name, msgspec.json.decode(text, type=_PolicyFile).sources)
     except msgspec.ValidationError as error:
         return f"{not_accepted(error, f'policy {name!r}')}; {_MAKE}."
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, and _spec's

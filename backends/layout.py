@@ -157,8 +157,7 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
     """The layout that belongs to ``spec``. Raises ValueError where the two disagree, with expected and given.
 
     Every array that the spec announces must be there, and no other; values may be abstract. Integers of other dtypes
-    become int32. Positions that are
-    ``arange`` (a NumPy array) are left out if the spec announces none.
+    become int32. Positions that are ``arange`` (a NumPy array) are left out if the spec announces none.
     """
     if not spec.has_positions:
         sides = ((spec.batch, spec.query_length), (spec.batch, spec.key_value_length))

@@ -220,11 +220,9 @@ class Sharded:
                 planned_here = plan(self.backend, share, layout, **planned)
                 return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
 
-            dealt, columns = layout, self._columns(terms)
-            if (
-                AxisType.Explicit in self.mesh.axis_types
-            ):  # shard_map takes arrays there as its specs say, and not whole
-                dealt, terms = self._resharded(layout, rows), self._resharded(terms, columns)
+            columns, given = self._columns(terms), layout
+            if AxisType.Explicit in self.mesh.axis_types:  # on which shard_map takes no array that is sharded otherwise
+                given, terms = self._resharded(layout, rows), self._resharded(terms, columns)
             run = jax.shard_map(
                 local,
                 mesh=self.mesh,
@@ -233,7 +231,7 @@ class Sharded:
                 out_specs=((arrays, arrays) if spec.return_log_sum_exp else arrays, carries),
                 check_vma=False,
             )
-            return run(dealt, query, key, value, carry, terms)
+            return run(given, query, key, value, carry, terms)
 
         return Plan(attend)
 

@@ -93,17 +93,22 @@ def source_of(name: str, records: Sequence[Record], choices: Iterable[Choice], *
 
 
 def write_policy(path: Path, sources: Iterable[Source]) -> tuple[Source, ...]:
-    """Write a policy of these choices and of those that the file has, and that no newer one replaces.
+    """Write :func:`extended`, and return it. Raises InputError for a file that cannot be written too."""
+    together = extended(path, sources)
+    files.write_text(path, to_json(together))
+    return together
 
-    Returns both. Raises InputError for a file that is no policy or cannot be written.
+
+def extended(path: Path, sources: Iterable[Source]) -> tuple[Source, ...]:
+    """These choices, and those that the file has and that no newer one replaces.
+
+    Raises InputError for a file that is no policy.
     """
     try:
         before = load_policy(path).sources if path.exists() else ()
     except ValueError as error:
         raise InputError(f"{path} would be extended, but {error} Or name another file.") from error
-    together = merged((*before, *sources))
-    files.write_text(path, to_json(together))
-    return together
+    return merged((*before, *sources))
 
 
 def _records(directory: Path) -> Sequence[Record]:

@@ -76,7 +76,7 @@ def found_out(function: Callable[..., Any]) -> Found:
     causal = dataclasses.replace(spec, is_causal=True)
     probe = _Probe(function, spec)
     # What it computes with the keyword is left to the judge: a wrong mask would else be a feature that it lacks.
-    both = "is_causal" in keywords and all(probe.traces({"is_causal": value}) for value in (True, False))
+    both = "is_causal" in keywords and all(probe.has_shape(spec, is_causal=value) for value in (True, False))
     if both:
         probe = dataclasses.replace(probe, always={"is_causal": False})
     try:
@@ -153,9 +153,9 @@ class _Probe:
         first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
 
-    def _outline(self, spec: AttentionSpec) -> Any:
+    def _outline(self, spec: AttentionSpec, **keywords: Any) -> Any:
         """Shape and dtype of what a call with arrays of these sizes returns; it is lowered, and not compiled."""
-        return self._program({}).lower(*_inputs(spec)).out_info
+        return self._program(keywords).lower(*_inputs(spec)).out_info
 
     def _program(self, keywords: Mapping[str, Any]) -> Any:
         """The function under ``jax.jit``, with those keywords that are no arrays as constants."""
@@ -171,18 +171,10 @@ class _Probe:
         except (Exception, SystemExit):  # noqa: BLE001 (as above)
             return False
 
-    def traces(self, keywords: Mapping[str, Any]) -> bool:
-        """Whether a call with these keywords can be traced."""
-        try:
-            self._program(keywords).lower(*_inputs(self.spec))
-        except (Exception, SystemExit):  # noqa: BLE001 (as above)
-            return False
-        return True
-
-    def has_shape(self, spec: AttentionSpec) -> bool:
+    def has_shape(self, spec: AttentionSpec, **keywords: Any) -> bool:
         """Whether a call with arrays of these sizes gives an output of the right shape."""
         try:
-            return self._outline(spec).shape == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
+            return self._outline(spec, **keywords).shape == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
         except (Exception, SystemExit):  # noqa: BLE001 (as above)
             return False
 

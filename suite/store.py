@@ -41,8 +41,8 @@ class RunStore:
         self.resumed = resume
         self.warnings: tuple[str, ...] = ()
         self._whole: int | None = None  # bytes of whole records, where the last line is damaged
-        if resume and not (directory / MANIFEST).is_file():
-            raise InputError(f"{directory} holds no run to resume; leave out --resume to start one.")
+        if resume:
+            require_run(directory)
         files.check_directory(directory)
         with files.writing(directory):
             self._lock = _open(directory / LOCK, "a+")
@@ -208,6 +208,12 @@ class Manifest:
 
 _RENAMED = {"asked": "options"}  # fields under the names that earlier versions wrote
 _NO_MACHINE = {"target": "", "versions": {}, "source": "", "git_revision": None, "flags": {}}
+
+
+def require_run(directory: Path) -> None:
+    """Raise InputError unless this directory holds a run that can be resumed."""
+    if not (directory / MANIFEST).is_file():
+        raise InputError(f"{directory} holds no run to resume; leave out --resume to start one.")
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -112,7 +112,6 @@ def _waits(item: pytest.Item) -> bool:
     return is_landing() and item.get_closest_marker("thorough") is not None
 
 
-@pytest.hookimpl
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where the first run alone, files without one of them are not even imported."""
     if collection_path.suffix != ".py" or not _runs_first(config) or not collection_path.is_relative_to(TESTS):

@@ -163,6 +163,13 @@ def test_before_a_change_lands_a_backend_is_held_to_every_feature_dtype_and_opti
     assert asked(set(BREADTH) - {"chunk-causal"}) < everything
 
 
+def test_files_with_the_core_of_a_backend_are_those_that_pytest_alone_imports(items):
+    """By their text (conftest.py), since a file that runs nothing is not imported."""
+    files = {item.path for item in items if item.get_closest_marker("core")}
+    assert files
+    assert all("(Conformance)" in path.read_text() for path in files)
+
+
 def test_most_tests_wait_for_nothing(items):
     waiting = [item for item in items if item.get_closest_marker("thorough")]
     assert 500 < len(waiting) < len(items) / 3

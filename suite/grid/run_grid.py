@@ -27,7 +27,7 @@ from ..model_suite import ModelSuiteFlags, model_suite
 from ..model_suite import rows as model_suite_rows
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
-from ..store import MANIFEST, Manifest, TextIdentity, read_manifest
+from ..store import Manifest, TextIdentity, read_manifest, require_run
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from ..typed import Scalar
 from ..user_function import digests, files_of, is_reference, known_row
@@ -160,8 +160,7 @@ def resumed_request(
     shard: Shard | None = None,
 ) -> RunGrid:
     """The request of the run in ``out``. Raises InputError where the flags ask for something else."""
-    if not (out / MANIFEST).exists():
-        raise InputError(f"{out} holds no run to resume; leave out --resume to start one.")
+    require_run(out)
     manifest = read_manifest(out)
     if manifest.verb == "compile":
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")

@@ -35,25 +35,26 @@ class Choose:
 
 def run(command: Choose) -> int:
     """Write the policy and print what it says; with ``--check`` also how it does on other problems."""
-    from attnsuite.backends import load_policy
+    from attnsuite.backends.choices import Policy, to_json
 
     from .. import files
-    from ..choosing import measured, score, sources_of, write_policy
+    from ..choosing import extended, score, sources_of
 
     if not command.run_dirs:
         raise InputError("choose needs the directory of at least one run; attnsuite run writes one.")
     files.check_file(command.out)
-    if command.check is not None:
-        measured(command.check)  # what cannot be read is said before a file is written
     found = sources_of(command.run_dirs)
-    total = sum(len(each.choices) for each in write_policy(command.out, found))
+    together, scored = extended(command.out, found), None
+    if command.check is not None:  # before the file is written: the run may be none to hold the policy against
+        scored = score(Policy.of(str(command.out), together), command.check)
+    files.write_text(command.out, to_json(together))
+    total = sum(len(each.choices) for each in together)
     print(_cases(found))
     if more := total - sum(len(each.choices) for each in found):
         print(f"{more} more choices were in the file, and stay")
     print(f"policy:  {command.out}\nuse it:  export ATTNSUITE_POLICY={command.out.resolve()}")
-    if command.check is None:
+    if scored is None:
         return 0
-    scored = score(load_policy(command.out), command.check)
     print(_scored(scored))
     return 0 if scored.over_fixed <= ALLOWED else CHECK_FAILED
 

@@ -37,10 +37,12 @@ def run(command: Convert) -> int:
 
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
     try:
+        overrides = {}
+        if command.preset is not None:
+            overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
         # --input is a path first: Path drops the ./ that would tell a directory from the preset of its name.
-        scaling = None if command.preset is None else models.ModelConfig.from_preset(command.preset).rope_scaling
         is_preset = str(command.input) in models.PRESETS and not command.input.exists()
-        if command.preset is not None and (is_preset or (command.input / "config.json").is_file()):
+        if overrides and (is_preset or (command.input / "config.json").is_file()):
             raise InputError(
                 f"--preset gives Meta's checkpoints the RoPE scaling that they lack; {command.input} says its own. "
                 "Leave --preset out."
@@ -51,7 +53,6 @@ def run(command: Convert) -> int:
             models.write_random(config, output, chunked=command.chunked)
             print(f"{count_parameters(config):,} random parameters, {config.param_dtype}: {output}")
             return 0
-        overrides = {} if command.preset is None else {"rope_scaling": scaling}
         config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -8,7 +8,7 @@ import datetime as dt
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -139,13 +139,16 @@ def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
         raise
 
 
-def resuming(verb: str, out: Path) -> str:
-    """The command that continues the run in ``out``."""
+def resuming(verb: str, out: Path, backends: Iterable[str] = ()) -> str:
+    """The command that continues the run in ``out``, if it can be: not with functions, whose file may have changed."""
     from ..store import CONFORMANCE, MANIFEST, RECORDS
+    from ..user_function import is_reference
 
     folders = (out, out / CONFORMANCE)  # a run on a device holds its backends to the contract first
     if not any((folder / MANIFEST).is_file() for folder in folders):
         return "nothing was computed yet; start again."
+    if any(map(is_reference, backends)):
+        return f"what was computed stays in {out}; start again"
     progress_note = "what is done is kept; " if any((folder / RECORDS).is_file() for folder in folders) else ""
     return f"{progress_note}go on with: attnsuite {verb} --resume --out {out}"
 

@@ -86,9 +86,7 @@ def run(command: Judge) -> int:
             interpret=command.interpret,
             dtype=command.dtype,
         )
-    yours = any(map(is_reference, grid.backends))  # their file may change: such a run is not resumed
-    go_on = f"what was judged stays in {out}; start again"
-    with progress(lambda: go_on if yours else resuming("judge", out)) as display:
+    with progress(lambda: resuming("judge", out, grid.backends)) as display:
         records = execute(grid, display, fleet_of(command))
     path = reports.render(out)
     print(f"{reports.conformance_overview(records)}\nreport: {path}")

@@ -68,7 +68,6 @@ def run(command: Run) -> int:
     """Measure every cell, and render the page."""
     from ..files import check_directory
     from ..grid.execute import execute
-    from ..user_function import is_reference
     from .report import show
 
     if command.suite == "device":
@@ -84,10 +83,7 @@ def run(command: Run) -> int:
     )
     if request.profile is not None:
         check_directory(request.profile)
-    # The file of a function may change: such a run is not resumed.
-    yours = any(map(is_reference, request.backends))
-    kept = f"what was measured stays in {request.out}; start again"
-    with progress(lambda: kept if yours else resuming("run", request.out)) as display:
+    with progress(lambda: resuming("run", request.out, request.backends)) as display:
         execute(request, display, fleet)
     code = show(request.out, *_verdicts(request)) or _named(request, requested=command.backends is not None)
     if request.profile is not None:
@@ -179,7 +175,7 @@ def _verdicts(request: RunGrid) -> tuple[Path, ...]:
     if found is None:
         return ()
     if not (found.out / RECORDS).exists():  # a resumed run may have them
-        with progress(lambda: resuming("run", request.out)) as display:
+        with progress(lambda: resuming("run", request.out, request.backends)) as display:
             compile_run.compile_all(found, display)
     return (found.out,)
 

@@ -103,6 +103,7 @@ def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, cap
     (out / RECORDS).unlink()
     told = resuming("run --suite device", out)  # interrupted before the first cell that is timed
     assert told == f"what is done is kept; go on with: attnsuite run --suite device --resume --out {out}"
+    assert resuming("run", out, ("mine.py:f",)) == f"what was computed stays in {out}; start again"
     assert code_of(*words, "--resume") == 0
     assert (out / RECORDS).read_text().count("\n") == (out / CONFORMANCE / RECORDS).read_text().count("\n") == 1
 
