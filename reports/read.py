@@ -42,5 +42,7 @@ def load(run_dir: Path) -> Run:
         raise ReportError(str(error)) from error
     if not records:
         raise ReportError(f"{path} holds no whole record; run at least one cell before asking for a report.")
-    notes = (f"The last line of {store.RECORDS} is cut off or damaged and was left out.",) if warning else ()
-    return Run(records, manifest, notes)
+    notes = [f"The last line of {store.RECORDS} is cut off or damaged and was left out."] if warning else []
+    if manifest is not None and manifest.cells is not None and (missing := manifest.cells - len(records)) > 0:
+        notes.append(f"This run was not finished: {missing} of its {manifest.cells} cells have no record.")
+    return Run(records, manifest, tuple(notes))

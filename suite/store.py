@@ -181,8 +181,9 @@ class Manifest:
     ``verb`` is what listed the cells: run, compile or tune. ``options`` holds the flags of the command line that say
     what is computed, of ``run`` those of extensions. Of ``run``: ``checkpoint`` holds the flags about a checkpoint that
     the cases were made with, ``file`` is the path of the suite's file as it was given, ``cells`` the number of cells of
-    all cases, and ``shard`` is ``i/n`` where the cases are the i-th of n parts of the requested ones. Of
-    ``compile``: ``targets``, the cases of ``searches``, and the ``command``.
+    all cases, ``sample_seconds`` how long each is sampled (None: ten samples or a second), and ``shard`` is ``i/n``
+    where the cases are the i-th of n parts of the requested ones. Of ``compile``: ``targets``, the cases of
+    ``searches``, and the ``command``.
     """
 
     verb: str = "run"
@@ -201,6 +202,7 @@ class Manifest:
     file: str | None = None
     shard: str | None = None
     cells: Size | None = None
+    sample_seconds: float | None = None
     targets: tuple[str, ...] = ()
     searches: tuple[dict[str, Scalar], ...] = ()
     command: tuple[str, ...] = ()

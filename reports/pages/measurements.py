@@ -272,6 +272,7 @@ def _arguments(manifest: Manifest | None, suites: str) -> list[str]:
             manifest.text.path,
             *(["--text-field", manifest.text.field] if manifest.text.field else []),
         ]
+    arguments += [] if manifest.sample_seconds is None else ["--sample-seconds", f"{manifest.sample_seconds:g}"]
     for name, value in manifest.options.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     return arguments

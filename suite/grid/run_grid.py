@@ -76,6 +76,21 @@ class RunGrid(Grid):
         """Whether a case has times that other work on the machine would lengthen."""
         return any(kind_of(case.kind).needs_ceilings for case in self.cases)
 
+    def lasting(self, seconds: float | None) -> RunGrid:
+        """With cells sampled for so long: None for ten samples or a second, of a resumed run as it began.
+
+        Raises InputError for other seconds than the resumed run has, and for more than a cell may take.
+        """
+        if self.resume and seconds not in (None, self.sample_seconds):
+            raise InputError(_other("--sample-seconds", self.out))
+        seconds = self.sample_seconds if seconds is None else seconds
+        if seconds is not None and not 0 < seconds <= self.limits.seconds:
+            raise InputError(
+                f"--sample-seconds {seconds:g} must be above 0 and at most the --cell-timeout of "
+                f"{self.limits.seconds:g}."
+            )
+        return dataclasses.replace(self, sample_seconds=seconds)
+
     def options(self) -> dict[str, Scalar]:
         """The flags of extensions."""
         return dict(self.flags)
@@ -91,6 +106,7 @@ class RunGrid(Grid):
             file=self.file,
             shard=None if self.shard is None else str(self.shard),
             cells=cells,
+            sample_seconds=self.sample_seconds,
         )
 
     def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:
@@ -182,6 +198,7 @@ def resumed_request(
             checkpoint=None if manifest.checkpoint is None else typed.convert(manifest.checkpoint, ModelSuiteFlags),
             file=manifest.file,
             shard=None if manifest.shard is None else parse_shard(manifest.shard),
+            sample_seconds=manifest.sample_seconds,
             text=text.resolved() if text else _text_of(manifest.text),
             out=out,
             resume=True,
@@ -201,13 +218,17 @@ def resumed_request(
     }
     for name, value in requested.items():
         if value != getattr(stored, name):
-            raise InputError(
-                f"the run in {out} has other {name} than asked for; resume it with --resume --out {out} alone, "
-                "or choose another --out."
-            )
+            raise InputError(_other(name, out))
     if stored.text is not None:
         checked_text(stored.text)
     return stored
+
+
+def _other(name: str, out: Path) -> str:
+    return (
+        f"the run in {out} has other {name} than asked for; resume it with --resume --out {out} alone, "
+        "or choose another --out."
+    )
 
 
 def check_idle(target: str, others: str | None) -> None:

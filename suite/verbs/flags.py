@@ -7,6 +7,7 @@ import dataclasses
 import datetime as dt
 import importlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -139,8 +140,11 @@ def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
         raise
 
 
-def resuming(verb: str, out: Path, backends: Iterable[str] = ()) -> str:
-    """The command that continues the run in ``out``, if it can be: not with functions, whose file may have changed."""
+def resuming(command: Any, out: Path, flags: Iterable[str], backends: Iterable[str] = ()) -> str:
+    """How the run of ``command`` in ``out`` is continued, with those of its ``flags`` that it was given.
+
+    A run with functions is not, since their file may have changed.
+    """
     from ..store import CONFORMANCE, MANIFEST, RECORDS
     from ..user_function import is_reference
 
@@ -150,7 +154,9 @@ def resuming(verb: str, out: Path, backends: Iterable[str] = ()) -> str:
     if any(map(is_reference, backends)):
         return f"what was computed stays in {out}; start again"
     progress_note = "what is done is kept; " if any((folder / RECORDS).is_file() for folder in folders) else ""
-    return f"{progress_note}go on with: attnsuite {verb} --resume --out {out}"
+    chosen = {name: getattr(command, name) for name in (*flags, *(field.name for field in dataclasses.fields(OnFleet)))}
+    again = shlex.join((*arguments_of(type(command)(**chosen)), "--resume", "--out", str(out)))
+    return f"{progress_note}go on with: {again}"
 
 
 def directory_of(command: Any, name: str) -> Path:

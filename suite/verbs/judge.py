@@ -13,6 +13,7 @@ from ..errors import InputError
 from .flags import NO_RESULT, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell
 
 _RANDOM = 24  # problems for backends that are named
+_WHEN_RESUMED = ("require", "badge", "cell_timeout")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def run(command: Judge) -> int:
             interpret=command.interpret,
             dtype=command.dtype,
         )
-    with progress(lambda: resuming("judge", out, grid.backends)) as display:
+    with progress(lambda: resuming(command, out, _WHEN_RESUMED, grid.backends)) as display:
         records = execute(grid, display, fleet_of(command))
     path = reports.render(out)
     print(f"{reports.conformance_overview(records)}\nreport: {path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -60,7 +59,8 @@ class Run(OnFleet):
     """Memory that a cell may hold, such as 4GiB or 500MB."""
 
 
-# The flags of the suite device.
+# The flags of a run that is resumed, which are not written down, and those of the suite device.
+_WHEN_RESUMED = ("profile", "cell_timeout", "busy", "cell_memory")
 _OF_DEVICE = ("suite", "out", "resume", "backends", "cases", "cell_timeout", "cell_memory", "sample_seconds", "busy")
 
 
@@ -75,15 +75,11 @@ def run(command: Run) -> int:
     fleet = fleet_of(command)
     if fleet is not None and command.profile is not None:
         raise InputError("--profile is for one machine: nodes would write to their own disks; leave out --executor.")
-    request = dataclasses.replace(
-        _request(command),
-        profile=command.profile,
-        sample_seconds=_sample_seconds(command),
-        busy=command.busy,
-    )
+    request = _request(command).lasting(command.sample_seconds)
+    request = dataclasses.replace(request, profile=command.profile, busy=command.busy)
     if request.profile is not None:
         check_directory(request.profile)
-    with progress(lambda: resuming("run", request.out, request.backends)) as display:
+    with progress(lambda: resuming(command, request.out, _WHEN_RESUMED, request.backends)) as display:
         execute(request, display, fleet)
     code = show(request.out, *_verdicts(request)) or _named(request, requested=command.backends is not None)
     if request.profile is not None:
@@ -109,8 +105,8 @@ def _device(command: Run) -> int:
     found = device_run(requested, out, limits, resume=command.resume, busy=command.busy, cases=command.cases)
     print("\n".join(found.plan()), flush=True)
     busy = command.busy or found.suite.busy
-    suite = dataclasses.replace(found.suite, sample_seconds=_sample_seconds(command), busy=busy)
-    with progress(lambda: resuming(_device_arguments(command, out), out)) as display:
+    suite = dataclasses.replace(found.suite.lasting(command.sample_seconds), busy=busy)
+    with progress(lambda: resuming(command, out, (*_WHEN_RESUMED, *_device_flags(out)))) as display:
         judged = execute(found.judgement, display)
         print(f"{reports.conformance_overview(judged)}\nreport:  {reports.render(found.judgement.out)}")
         execute(suite, display)
@@ -119,12 +115,11 @@ def _device(command: Run) -> int:
     return code
 
 
-def _device_arguments(command: Run, out: Path) -> str:
-    """The arguments that go on with a run on a device; its cases are not written down before the first is timed."""
+def _device_flags(out: Path) -> tuple[str, ...]:
+    """The flags that go on with a run on a device; its timed part is not written down before the first of its cells."""
     from ..store import MANIFEST
 
-    chosen = () if command.cases is None or (out / MANIFEST).is_file() else ("--cases", command.cases)
-    return shlex.join(("run", "--suite", "device", *chosen))
+    return ("suite",) if (out / MANIFEST).is_file() else ("suite", "cases", "sample_seconds")
 
 
 def _check_flags(command: Run) -> None:
@@ -153,16 +148,6 @@ def _named(request: RunGrid, *, requested: bool) -> int:
     for name in idle:
         tell(f"{name} ran in no case; the reasons are on the page.")
     return 2 if idle else 0
-
-
-def _sample_seconds(command: Run) -> float | None:
-    """How long a cell is sampled; None for ten samples or a second. Raises InputError."""
-    seconds = command.sample_seconds
-    if seconds is not None and not 0 < seconds <= command.cell_timeout:
-        raise InputError(
-            f"--sample-seconds {seconds:g} must be above 0 and at most the --cell-timeout of {command.cell_timeout:g}."
-        )
-    return seconds
 
 
 def _verdicts(request: RunGrid) -> tuple[Path, ...]:

@@ -37,6 +37,9 @@ class Tune(OnFleet):
     """Time that a case may take; five times that for all its candidates."""
 
 
+_WHEN_RESUMED = ("backends", "target", "cases", "options", "minutes", "cell_timeout")
+
+
 def run(command: Tune) -> int:
     """Try every candidate, and write the policy."""
     from attnsuite.backends import Target
@@ -77,7 +80,7 @@ def run(command: Tune) -> int:
     if command.minutes is not None and command.minutes <= 0:
         raise InputError(f"--minutes {command.minutes:g} must be above 0.")
     fleet = fleet_of(command)
-    with progress(lambda: resuming("tune", out)) as display:
+    with progress(lambda: resuming(command, out, _WHEN_RESUMED)) as display:
         if target is not None:
             display.warn(f"{target} is not here: candidates are ranked by what compiles; no time is measured.")
         tuned = tune(grid, display, fleet)
@@ -86,7 +89,7 @@ def run(command: Tune) -> int:
         files.write_text(out / TOKAMAX, theirs)
         print(f"tokamax: {out / TOKAMAX} (its format, for its data/autotuning/DEVICE)")
     if left := len(grid.cases) * len(backends) - len(tuned):
-        print(f"{left} cells were not begun within --minutes {command.minutes:g}; {resuming('tune', out)}")
+        print(f"{left} cells were not begun within --minutes {command.minutes:g}; {resuming(command, out, _WHEN_RESUMED)}")
     return show(out)
 
 

@@ -22,6 +22,7 @@ from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
 from attnsuite.suite.verbs import run as run_verb
 from attnsuite.suite.verbs.flags import resuming
+from attnsuite.suite.verbs.run import Run
 from attnsuite.testing.problems import CASES
 from command import code_of
 
@@ -101,9 +102,14 @@ def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, cap
     assert "to send: attnsuite report" in said
     (out / MANIFEST).unlink()
     (out / RECORDS).unlink()
-    told = resuming("run --suite device", out)  # interrupted before the first cell that is timed
-    assert told == f"what is done is kept; go on with: attnsuite run --suite device --resume --out {out}"
-    assert resuming("run", out, ("mine.py:f",)) == f"what was computed stays in {out}; start again"
+    told = resuming(
+        Run(suite="device", cell_timeout=9.0), out, ("suite", "cell_timeout")
+    )  # interrupted before the first cell that is timed
+    assert (
+        told
+        == f"what is done is kept; go on with: attnsuite run --suite device --cell-timeout 9.0 --resume --out {out}"
+    )
+    assert resuming(Run(), out, (), ("mine.py:f",)) == f"what was computed stays in {out}; start again"
     assert code_of(*words, "--resume") == 0
     assert (out / RECORDS).read_text().count("\n") == (out / CONFORMANCE / RECORDS).read_text().count("\n") == 1
 
@@ -156,11 +162,9 @@ def test_cases_choose_what_is_timed_and_leave_the_contract_whole(monkeypatch, tm
     assert len(made.judgement.cases) == len(device_run.PROBLEMS)
     with pytest.raises(InputError, match="no case matches"):
         found(monkeypatch, tmp_path, "cuda:h100", {"standard"}, cases="nothing")
-    begun = run_verb.Run(cases="forward-*,decode-*")  # interrupted in the contract: the cases are not written down yet
-    words = run_verb._device_arguments(begun, tmp_path)
-    assert words == "run --suite device --cases 'forward-*,decode-*'"
+    assert run_verb._device_flags(tmp_path) == ("suite", "cases", "sample_seconds")  # interrupted in the contract
     (tmp_path / MANIFEST).touch()
-    assert run_verb._device_arguments(begun, tmp_path) == "run --suite device"
+    assert run_verb._device_flags(tmp_path) == ("suite",)
 
 
 def _small(backends, out, limits, cases):

@@ -15,8 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from attnsuite import reports
 from attnsuite.suite import command_line, entry
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.verbs.flags import resuming
+from attnsuite.suite.verbs.run import Run
+from attnsuite.suite.verbs.tune import Tune
 from command import code_of, known_machine
 
 
@@ -41,7 +45,7 @@ def keys(out):
 def killed(tiny, tmp_path_factory, attnsuite):
     """A run of four cells that is killed behind its first record: its command, directory and living workers."""
     out = known_machine(tmp_path_factory.mktemp("killed") / "run")
-    command = ("run", "--suite", tiny, "--backends", "standard,chunked", "--out", out)
+    command = ("run", "--suite", tiny, "--backends", "standard,chunked", "--sample-seconds", "0.1", "--out", out)
     process = attnsuite.start(*command)
     wait_for_records(process, out, 1)
     workers = psutil.Process(process.pid).children(recursive=True)
@@ -59,15 +63,37 @@ def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(killed, at
     assert 1 <= before.count(b"\n") < 4
 
     assert "--resume" in refused(*command)
+    assert "other --sample-seconds" in refused("run", "--resume", "--out", out, "--sample-seconds", "0.2")
+    missing = 4 - len(keys(out))
+    page = reports.render(out).read_text(encoding="utf-8")
+    assert f"This run was not finished: {missing} of its 4 cells have no record." in page
+    assert "--sample-seconds 0.1" in page
 
     code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", out))
     assert code == 0, err
     assert (out / RECORDS).read_bytes().startswith(before)
     found = keys(out)
     assert len(found) == len(set(found)) == 4
+    assert "not finished" not in reports.render(out).read_text(encoding="utf-8")
 
     assert code_of("run", "--resume", "--out", out) == 0
     assert keys(out) == found
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words"),
+    [
+        (
+            Run(suite="quick", cell_timeout=9.0, executor="ray"),
+            ("cell_timeout",),
+            "run --executor ray --cell-timeout 9.0",
+        ),
+        (Tune(cases="decode-*", target="h100"), ("target", "cases"), "tune --target h100 --cases 'decode-*'"),
+    ],
+)
+def test_the_command_that_goes_on_has_the_flags_that_are_not_written_down(tmp_path, command, flags, words):
+    (tmp_path / "run.json").touch()
+    assert resuming(command, tmp_path, flags) == f"go on with: attnsuite {words} --resume --out {tmp_path}"
 
 
 def test_resuming_under_other_versions_or_backends_is_refused(killed, tmp_path, refused):
