@@ -271,8 +271,8 @@ def dot_product_attention(
     inputs' dtype and without a gradient, as in JAX.
 
     Rows beyond ``query_seq_lengths`` are zero, whatever the query holds there, and so is a row with no visible key,
-    where JAX averages all values; the log-sum-exp of both is ``-inf``. Raises what :func:`attention` raises, and
-    ValueError where both ``implementation`` and ``backend`` are given.
+    where JAX averages all values; the log-sum-exp of both is ``-inf``. Raises what :func:`attention` raises (also for
+    an axis of size zero, which JAX takes), and ValueError where both ``implementation`` and ``backend`` are given.
     """
     request = {}
     if implementation is not None:

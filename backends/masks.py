@@ -167,7 +167,7 @@ class Window(Mask):
     right: int = 0
 
     def _shows(self, query: Any, key: Any) -> Any:
-        return (key >= query - self.left) & (key <= query + self.right)
+        return (key >= query - self.left) & (key - self.right <= query)  # no sum that leaves int32 at 2**31 - 1
 
     def interval(self, query: Any) -> Interval:
         """The window itself."""

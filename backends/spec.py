@@ -66,8 +66,8 @@ class AttentionSpec(Announced):
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
-        if isinstance(self.local_window_size, int) and not isinstance(self.local_window_size, bool):
-            object.__setattr__(self, "local_window_size", (self.local_window_size, self.local_window_size))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _in_one_form(field.name, getattr(self, field.name)))
         for name in (
             "batch",
             "query_length",
@@ -170,6 +170,15 @@ def _check_keys_and_values(spec: AttentionSpec) -> None:
             f"{what} asks for a cache, which has no gradient; give needs_grad=False, or keys and values that are "
             "neither paged nor quantised."
         )
+
+
+def _in_one_form(name: str, value: object) -> object:
+    """The value as specs of equal meaning have it: a window as a pair, a truth value as Python's."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if name == "local_window_size":
+        return (value, value) if _is_int(value) else tuple(value) if isinstance(value, list) else value
+    return value
 
 
 def _is_int(x: object) -> bool:

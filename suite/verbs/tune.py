@@ -89,7 +89,8 @@ def run(command: Tune) -> int:
         files.write_text(out / TOKAMAX, theirs)
         print(f"tokamax: {out / TOKAMAX} (its format, for its data/autotuning/DEVICE)")
     if left := len(grid.cases) * len(backends) - len(tuned):
-        print(f"{left} cells were not begun within --minutes {command.minutes:g}; {resuming(command, out, _WHEN_RESUMED)}")
+        again = resuming(command, out, _WHEN_RESUMED)
+        print(f"{left} cells were not begun within --minutes {command.minutes:g}; {again}")
     return show(out)
 
 
