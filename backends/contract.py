@@ -43,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Num
 
+from . import sinks
 from .derivatives import forward_mode_explained, forward_only
 from .devices import Target
 from .features import Mode
@@ -126,7 +127,7 @@ class Plan:
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
         query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms))
-        present = (terms,) if check_terms(self.spec, terms) else ()
+        present = (sinks.finite(terms),) if check_terms(self.spec, terms) else ()
         with forward_mode_explained():
             return self.attend(query, key, value, layer, carry, *present)
 

@@ -8,10 +8,23 @@ the keys, in float32. ``chunked`` and ``standard`` need no merge: their softmax 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .merging import Seen
+from .operands import Terms
+
+_LEAST = -1e30
+
+
+def finite(terms: Terms) -> Terms:
+    """The terms with a sink of -inf, that of a head without a sink, as a number that takes no weight."""
+    if terms.sinks is None:
+        return terms
+    least = max(_LEAST, float(jnp.finfo(terms.sinks.dtype).min))
+    return dataclasses.replace(terms, sinks=jnp.maximum(terms.sinks, least))
 
 
 def part(sinks: Float[Array, " heads"], seen: Seen) -> Seen:
@@ -38,7 +51,8 @@ def gradient(
     many rows cancel, so ``seen`` holds the output as it is before it is rounded to the input dtype.
     """
     out, top, rest = seen
-    share = jnp.exp((sinks.astype(jnp.float32)[None, None] - top) - rest)
+    # At most 1, whatever is rounded away of large sinks.
+    share = jnp.exp(jnp.minimum((sinks.astype(jnp.float32)[None, None] - top) - rest, 0.0))
     products = d_out.astype(jnp.float32) * out
     slope = -jnp.where(out == 0, 0, products).sum(-1)  # no NaN from the cotangent of a row that sees no key
     return (share * (slope if d_lse is None else slope + d_lse)).sum((0, 1)).astype(sinks.dtype)

@@ -154,7 +154,9 @@ def verified(path: Path) -> Bundle:
         _whole(records, head)
     except RecordError as error:
         raise InputError(f"{path} is refused: a line is no record ({error}).") from error
-    except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError, ValueError) as error:
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError, ValueError) as error:
         raise InputError(f"{path} is refused: {str(error).rstrip('.')}.") from error
     except (zlib.error, lzma.LZMAError, RuntimeError) as error:
         raise InputError(f"{path} is refused: it is damaged ({error}).") from error

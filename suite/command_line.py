@@ -75,7 +75,7 @@ def _act(arguments: list[str]) -> int:
     _check_values(verb, rest)
     flags = extended(_flags_of(verb), verb, rest)
     _check_guides_flags(flags, rest)
-    command = tyro.cli(flags, prog=f"attnsuite {verb}", args=rest)
+    command = tyro.cli(flags, prog=f"attnsuite {verb}", args=rest, config=(tyro.conf.DisallowNone,))
     return _module(verb).run(command)
 
 

@@ -53,6 +53,7 @@ from .visibility import Visibility, pairs, visibility, without
 _LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
 _LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
+_MOST_LOST = 64.0
 # Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. If every
 # row has one key with nearly all of its weight, the rounding of rowsum(dO * O) is larger than the slopes.
 SHORT = 16
@@ -275,7 +276,8 @@ def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
     """The inverse: a power of two and a sum for the kernel, from an integer ``top`` and ``rest``."""
     power = top * _LOG2_E
     lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
-    return power, jnp.exp(rest + lost / _LOG2_E)
+    # Of a sink above 1e9 more is lost than an exponential holds; that is less than the sink's own rounding error.
+    return power, jnp.exp(rest + jnp.clip(lost / _LOG2_E, -_MOST_LOST, _MOST_LOST))
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:

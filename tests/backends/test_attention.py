@@ -268,3 +268,29 @@ def test_a_bias_in_float64_beside_inputs_in_float32_is_taken(backend: str) -> No
         found = attention(x, x, x, bias=bias, backend=backend)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("queries", [24, 1])
+def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(backend: str, queries: int) -> None:
+    sinks, visible = jnp.array([-jnp.inf, 1e10, 1e30, 0.5]), jnp.array([24, 0])
+
+    def outputs(query: jax.Array, sinks: jax.Array | None) -> Any:
+        lengths = {"key_value_seq_lengths": visible, "backend": backend}
+        return attention(query, *qkv()[1:], sinks=sinks, return_log_sum_exp=True, **lengths)
+
+    def loss(query: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        out, lse = outputs(query, sinks)
+        return (out**2).sum() + jnp.where(jnp.abs(lse) < 1e3, lse, 0).sum()
+
+    query = qkv()[0][:, :queries]
+    (out, lse), (bare, without) = outputs(query, sinks), outputs(query, None)
+    np.testing.assert_allclose(out[:, :, 0], bare[:, :, 0], atol=1e-6)
+    np.testing.assert_allclose(lse[0, :, 0], without[0, :, 0], rtol=1e-6)
+    assert (lse[1, :, 0] < -9e29).all()  # sees neither a key nor a sink
+    np.testing.assert_allclose(lse[:, :, 1:3], np.broadcast_to(sinks[1:3], (2, queries, 2)), rtol=1e-6)
+    assert not out[1].any()
+    for_query, for_sinks = jax.grad(loss, (0, 1))(query, sinks)
+    np.testing.assert_allclose(for_query[:, :, 0], jax.grad(loss)(query, None)[:, :, 0], atol=1e-5)
+    assert for_sinks[0] == 0
+    assert jnp.isfinite(for_sinks).all()
