@@ -185,7 +185,7 @@ def _short_kind(device_kind: str) -> str:
     lowered = device_kind.lower()
     aliases = {"v5 lite": "v5e", "v5litepod": "v5e", "v6 lite": "v6e", "tpu v5": "v5p"}
     for kind in KNOWN_KINDS:
-        if kind in lowered:
+        if re.search(rf"\b{kind}", lowered):  # a GH200 is no H200
             return kind
     return next((kind for alias, kind in aliases.items() if alias in lowered), device_kind)
 

@@ -34,7 +34,8 @@ def shares(
 ) -> Backend:
     """``backend`` on each device's share where an explicit mesh shards batch or heads; else ``backend`` itself.
 
-    ``how`` is target, mode and options. ``standard`` is left to JAX, which follows each of its operations. Raises
+    ``how`` is target, mode and options. ``standard`` is left to JAX, which follows each of its operations, and a
+    :class:`Sharded` says itself what each device computes. Raises
     ValueError, with what to do, where query, key and value are sharded otherwise than along batch and heads, each
     alike, and where the share is not supported.
     """
@@ -42,7 +43,7 @@ def shares(
     if spec.kv_layout == "HND":
         found[1:] = [(batch, length, heads, dim) for batch, heads, length, dim in found[1:]]
     mesh = jax.typeof(query).sharding.mesh
-    if backend.name == "standard" or not any(any(each) for each in found):
+    if backend.name == "standard" or isinstance(backend, Sharded) or not any(any(each) for each in found):
         return backend
     batch, length, heads, head_dim = found[0]
     if length or head_dim or any(each != found[0] for each in found):

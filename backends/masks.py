@@ -180,6 +180,9 @@ class Chunk(Mask):
 
     size: int
 
+    def __post_init__(self) -> None:
+        _require_at_least(1, size=self.size)
+
     def _shows(self, query: Any, key: Any) -> Any:
         return query // self.size == key // self.size
 
@@ -195,6 +198,9 @@ class Prefix(Mask):
     """The first ``length`` positions, for every query. ``Causal() | Prefix(n)`` is a prefix language model."""
 
     length: int
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, length=self.length)
 
     def _shows(self, query: Any, key: Any) -> Any:
         return 0 * query + key < self.length  # one answer for each pair
@@ -212,6 +218,12 @@ class Documents(Mask):
     """
 
     lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lengths, tuple) or not self.lengths:
+            raise ValueError(f"lengths={self.lengths!r} must be a tuple with the length of each document.")
+        for length in self.lengths:
+            _require_at_least(1, length=length)
 
     def _shows(self, query: Any, key: Any) -> Any:
         ends = tuple(itertools.accumulate(self.lengths, initial=0))
@@ -267,6 +279,9 @@ class Dilated(Mask):
 
     stride: int
 
+    def __post_init__(self) -> None:
+        _require_at_least(1, stride=self.stride)
+
     def _shows(self, query: Any, key: Any) -> Any:
         return (query - key) % self.stride == 0
 
@@ -280,6 +295,10 @@ class Neighbourhood(Mask):
 
     width: int
     radius: int
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, width=self.width)
+        _require_at_least(0, radius=self.radius)
 
     def _shows(self, query: Any, key: Any) -> Any:
         rows = abs(query // self.width - key // self.width)
@@ -348,6 +367,12 @@ def _named_masks() -> dict[str, type[Mask]]:
 
 def _mask_name(kind: type[Mask]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _require_at_least(least: int, **numbers: object) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int | np.integer) or not least <= number <= _MOST:
+            raise ValueError(f"{name}={number!r} must be an integer from {least} to 2**31 - 1.")
 
 
 def _either(choose: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:

@@ -63,7 +63,7 @@ def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
         return spec, spec
     over_slots = spec.positional_mask == Causal() and not spec.has_positions
     if over_slots and spec.query_length == spec.key_value_length:  # a share is all visible or all hidden, or the own
-        return spec, dataclasses.replace(spec, is_causal=False)
+        return spec, dataclasses.replace(spec, is_causal=False, mask_function=None)
     spec = dataclasses.replace(spec, has_positions=True)
     return spec, spec
 
@@ -164,7 +164,7 @@ class Ring:
 
     def _unless_behind(self, step: Any, compute: Callable[[], Any], nothing: Any) -> Any:
         """``compute()``; ``nothing`` where the share of ``step`` devices before came round the ring from behind."""
-        if self._local.is_causal == self._others.is_causal:
+        if self._local == self._others:
             return compute()
         return lax.cond(step <= self._here(), compute, lambda: nothing)
 

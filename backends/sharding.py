@@ -223,7 +223,7 @@ class Sharded:
             columns, given = self._columns(terms), layout
             if AxisType.Explicit in self.mesh.axis_types:  # on which shard_map takes no array that is sharded otherwise
                 given, terms = self._resharded(layout, rows), self._resharded(terms, columns)
-            run = jax.shard_map(
+            run = jax.shard_map(  # jax.jit: JAX runs no gradient of ours in a shard_map operation by operation
                 local,
                 mesh=self.mesh,
                 in_specs=(rows, arrays, keys, keys, carries, columns),
@@ -231,7 +231,7 @@ class Sharded:
                 out_specs=((arrays, arrays) if spec.return_log_sum_exp else arrays, carries),
                 check_vma=False,
             )
-            return run(given, query, key, value, carry, terms)
+            return jax.jit(run)(given, query, key, value, carry, terms)
 
         return Plan(attend)
 

@@ -55,7 +55,7 @@ class VendorKernel:
     ) -> tuple[str, ...]:
         """A JAX without the kernel, another platform, what the kernel cannot do, and a missing package."""
         found = list[str]()
-        if self.module is not None and util.find_spec(self.module) is None:
+        if self.module is not None and not _is_there(self.module):
             found += [f"this version of jax no longer has {self.module}, which {self.name} is; use backend='chunked'."]
         if self.platform not in (None, target.platform) and mode != "interpret":
             found.append(
@@ -95,3 +95,10 @@ def padded(x: Array, length: int, axis: int = 1, fill: float = 0) -> Array:
     """``x`` with ``fill`` behind its end, up to ``length`` along ``axis``."""
     behind = [(0, length - size if each == axis else 0) for each, size in enumerate(x.shape)]
     return jnp.pad(x, behind, constant_values=fill)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it was in
+        return False

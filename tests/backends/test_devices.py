@@ -5,7 +5,7 @@ import re
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.backends.devices import GIB, KNOWN_KINDS, cpu_name, usable_cores
+from attnsuite.backends.devices import GIB, KNOWN_KINDS, _short_kind, cpu_name, usable_cores
 
 pytestmark = pytest.mark.newest
 
@@ -39,6 +39,17 @@ def test_what_is_given_wins_over_the_table() -> None:
 def test_unknown_kind_is_taken_as_it_is() -> None:
     target = Target("cuda", "RTX 9999")
     assert (target.memory_bytes, target.compute_capability) == (None, None)
+
+
+def test_a_device_is_of_the_kind_whose_name_it_has() -> None:
+    for described, kind in (
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "NVIDIA GH200 480GB"),
+        ("NVIDIA GB200", "NVIDIA GB200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU7x", "tpu7x"),
+    ):
+        assert _short_kind(described) == kind
 
 
 def test_unknown_platform_lists_the_known_ones() -> None:

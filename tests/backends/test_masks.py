@@ -104,6 +104,12 @@ def test_a_mask_of_a_readers_own_needs_no_line_elsewhere() -> None:
         ("where(causal)", "where is no mask|malformed node"),
         ("window()", "missing"),
         ("causal &", "invalid syntax"),
+        ("documents(3)", "lengths=3 must be a tuple"),
+        ("documents(())", r"lengths=\(\) must be a tuple"),
+        ("chunk(0)", r"size=0 must be an integer from 1 to 2\*\*31 - 1"),
+        ("dilated(0)", "stride=0"),
+        ("neighbourhood(4, -1)", "radius=-1"),
+        ("prefix(3000000000)", "length=3000000000"),
     ],
 )
 def test_words_that_name_no_mask_are_refused(words: str, reason: str) -> None:

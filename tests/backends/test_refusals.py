@@ -107,9 +107,13 @@ def test_gives_every_reason_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["paged_attention", "pallas_flash", "ragged_paged_attention", "tpu_flash_attention"])
 def test_jax_without_the_module_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(util, "find_spec", lambda _: None)
+    def without_its_package(_: str) -> None:
+        raise ModuleNotFoundError
+
     spec, target, options = TAKEN[name]
-    assert "no longer has" in support(registry.get(name), spec, target, options=options).reasons[0]
+    for found in (lambda _: None, without_its_package):
+        monkeypatch.setattr(util, "find_spec", found)
+        assert "no longer has" in support(registry.get(name), spec, target, options=options).reasons[0]
 
 
 @pytest.mark.parametrize(
