@@ -37,7 +37,7 @@ from .contract import NOTHING_SEEN, Part, Plan, check_options
 from .devices import Target
 from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Takes
 from .kv_layout import turned
-from .layout import Layout
+from .layout import ARRAYS, Layout
 from .operands import NO_TERMS, EitherArray, Terms
 from .spec import AttentionSpec
 
@@ -228,8 +228,8 @@ def _fit(sizes: BlockSizes, spec: AttentionSpec, layout: Layout) -> BlockSizes:
     def shrink(block: int, length: int) -> int:
         return min(block, -(-length // 8) * 8)
 
-    rows = ("query_segment_ids", "query_positions", "key_value_positions", "key_value_seq_lengths", "mask")
-    per_sequence = kv_cache.is_cache(spec) or spec.has_bias or any(getattr(layout, name) is not None for name in rows)
+    of_tokens = any(getattr(layout, name) is not None for name in _SORTED_BY)
+    per_sequence = kv_cache.is_cache(spec) or spec.has_bias or of_tokens
     heads = spec.num_kv_heads * (1 if per_sequence else spec.batch)
     longest = max(spec.query_length, spec.key_value_length)
     return BlockSizes(
@@ -276,13 +276,8 @@ def _tables(program: Program, layout: Layout) -> _Tables:
     return jax.tree.map_with_path(restored, _sorted(program, host))
 
 
-# What the visible blocks follow from.
-_SORTED_BY = (
-    *("query_segment_ids", "key_value_segment_ids"),
-    *("query_positions", "key_value_positions"),
-    "key_value_seq_lengths",
-    "mask",
-)
+# What the visible blocks follow from. A page table says where keys lie.
+_SORTED_BY = tuple(name for name in ARRAYS if name != "page_table")
 
 
 def _is_known_on_a_cpu(x: Array) -> bool:
@@ -308,9 +303,6 @@ def _sorted(program: Program, layout: Layout) -> _Tables:
     return forward, (padded, (blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2), b),))
 
 
-_Learned = dict[str, Array]  # the terms of a call, by their names in Terms, which JAX's placeholders do not fit
-
-
 def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], list[EitherArray] | None]:
     """The attention with its own gradient, and the value to pass as its sixth argument, after ALiBi's slopes and sinks.
 
@@ -324,8 +316,8 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         return tables if traced is None else jax.tree.unflatten(tree, traced)
 
     @jax.custom_vjp
-    def attend(
-        query: Array, key: Array, value: Array | None, learned: _Learned, traced: list[EitherArray] | None
+    def attend(  # ``learned``: the terms by their names in Terms, which JAX's placeholders do not fit
+        query: Array, key: Array, value: Array | None, learned: dict[str, Array], traced: list[EitherArray] | None
     ) -> Any:
         return _result(program, *chunked_shares.forward(program, query, (key, value), Terms(**learned), of(traced)[0]))
 
