@@ -104,13 +104,13 @@ def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend
     holds(compiled(problem, backend), problem, number)
 
 
-def holds(run, problem, number):
+def holds(run, problem, number, places=PLACES):
     """Rows that see a slot are NaN; all others, and gradients of what they and no spoilt row see, keep their bits."""
     spec, layout = PROBLEMS[problem]
     query, key, value = inputs(spec)
     expected = [np.asarray(x) for x in run(query, key, value)]
     mask = np.broadcast_to(np.asarray(may_attend(spec, layout)), (2, 1, spec.query_length, spec.key_value_length))
-    for place in PLACES:
+    for place in places:
         seen = seen_by(problem, place)
         beside = (seen[:, :, 2, None] & mask[:, 0]).any(1)  # keys that a spoilt row sees
         beside = np.stack([np.zeros_like(beside), beside], -1)
@@ -126,19 +126,29 @@ def holds(run, problem, number):
 
 
 @pytest.mark.flash_cpu
-@pytest.mark.parametrize("fault", ["what is not finite is packed", "no row is spoilt"])
-def test_flash_cpu_without_its_marks_would_be_noticed(fault, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "problem", "places"),
+    [
+        ("what is not finite is packed", "causal", PLACES),
+        ("no row is spoilt", "causal", PLACES),
+        ("padding is packed", "documents and padding", (180,)),
+        ("padding is packed backward", "documents and padding", (180,)),
+    ],
+)
+def test_flash_cpu_without_its_marks_would_be_noticed(fault, problem, places, monkeypatch, tmp_path):
     pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
-    from attnsuite.backends.flash_cpu import forward, rows  # noqa: PLC0415 (needs llvmlite)
+    from attnsuite.backends.flash_cpu import backward_rows, forward, panels, rows  # noqa: PLC0415 (needs llvmlite)
     from emitted import everything_finite, nothing_done, set_apart  # noqa: PLC0415 (as above)
 
     if fault == "no row is spoilt":
         monkeypatch.setattr(forward, "_emit_spoil", nothing_done)
     else:
         monkeypatch.setattr(rows, "finite", everything_finite)
+    if problem != "causal":  # what a key is compared with before it is copied
+        monkeypatch.setattr(backward_rows if fault.endswith("backward") else panels, "NO_KEY", -99)
     set_apart(monkeypatch, tmp_path, fault)
     with pytest.raises(AssertionError):
-        holds(run_of(*PROBLEMS["causal"], "flash_cpu"), "causal", np.nan)
+        holds(run_of(*PROBLEMS[problem], "flash_cpu"), problem, np.nan, places)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

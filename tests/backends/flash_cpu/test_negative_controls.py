@@ -1,7 +1,8 @@
 """Kernels with one fault of their own algorithm each: the conformance suite must fail every one of them.
 
-Rules of the contract that are broken are in ``backends/test_negative_controls.py``, shown to the same judge. A fault replaces one function of the generator. The kernels that come of it have names and a cache of their own, so that
-no other test ever runs them.
+Broken rules of the contract are in ``backends/test_negative_controls.py``, shown to the same judge. A fault replaces
+one function of the generator. The kernels that come of it have names and a cache of their own, so that no other test
+ever runs them.
 """
 
 import dataclasses
