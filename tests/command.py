@@ -15,6 +15,23 @@ from attnsuite.backends import registry
 from attnsuite.suite import diagnosis
 from attnsuite.suite.command_line import main
 from attnsuite.suite.grid import executors, references, run_grid
+from attnsuite.suite.record import Record
+
+# A record with nothing in it.
+EMPTY = Record(
+    key="c/standard/cpu/native",
+    suite="s",
+    case="c",
+    kind="op_forward",
+    problem={"sequence": 64},
+    requested="standard",
+    resolved="standard",
+    mode="native",
+    exact=True,
+    target="cpu",
+    status="ok",
+    started="2026-11-20T00:00:00+00:00",
+)
 
 
 def code_of(*words: object) -> object:
@@ -22,6 +39,17 @@ def code_of(*words: object) -> object:
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     return ended.value.code
+
+
+def installed(folder: Path, entries: str, **modules: str) -> Path:
+    """``folder`` as a directory with an installed package that has these modules and entry points."""
+    info = folder / "made_up-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entries)
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
 
 
 def known_machine(out: Path) -> Path:

@@ -183,6 +183,7 @@ _PROBLEMS = {
     "ragged": lambda: sparse(layout=Layout(key_value_seq_lengths=jnp.array([96, 37], jnp.int32))),
     "behind a cache": lambda: sparse(T=33, S=128, layout=cached(33, 128, 77)),
     "keys behind a cache": lambda: sparse(settings(granularity="token"), T=33, S=128, layout=cached(33, 128, 77)),
+    "keys that nobody selects": lambda: sparse(settings(top_k=0.2), T=32, S=160, layout=cached(32, 160, 160)),
     "decode": lambda: sparse(T=1, S=200, layout=cached(1, 200, 77)),
     "decode keys": lambda: sparse(settings(granularity="token"), T=1, S=200, layout=cached(1, 200, 1)),
     "bfloat16": lambda: sparse(dtype="bfloat16"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 
 import left_out
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
-from attnsuite.backends.contract import may_attend
 from attnsuite.testing import Conformance, cases, problems
 from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
 from landing import swept
@@ -131,13 +129,6 @@ def test_block_size_that_does_not_fit_is_refused_by_name(options):
         CHUNKED.plan(_spec(1024), Layout(), target=Target.here(), options=options)
 
 
-def test_differentiating_what_was_planned_without_gradients_says_so():
-    plan = CHUNKED.plan(_spec(256, needs_grad=False), Layout(), target=Target.here())
-    x = jnp.ones((1, 256, 8, 64))
-    with pytest.raises(ValueError, match="needs_grad=True"):
-        jax.grad(lambda q: plan.run(q, x, x)[0].sum())(x)
-
-
 @pytest.mark.parametrize("gradient", swept([False, True], [True]), ids=["forward", "forward+backward"])
 def test_temporary_memory_is_at_most_an_eighth_of_the_standards(gradient):
     assert _temporary_bytes("chunked", 4096, gradient) * 8 <= _temporary_bytes("standard", 4096, gradient)
@@ -236,55 +227,3 @@ def test_row_whose_bias_hides_every_key_is_zero_and_one_of_finite_numbers_is_not
     results = compiled(CHUNKED, problem, Target.here(), "native", SMALL)(*inputs)
     check_accuracy(results, problem)
     assert (np.asarray(results["output"])[:, 5] == 0.0).all() == np.isinf(lowest)
-
-
-def _documents():
-    ids = jax.device_put(np.repeat([[0, 1, -1]], 2, 0).repeat([60, 50, 18], 1).astype(np.int32))
-    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
-
-
-HIDING = {
-    "causal": ({"is_causal": True}, dict),
-    "window": ({"is_causal": True, "local_window_size": (31, 0)}, dict),
-    "documents and padding": ({}, _documents),
-    "lengths": ({}, lambda: {"key_value_seq_lengths": jnp.asarray([100, 30], jnp.int32)}),
-    "mask": (
-        {},
-        lambda: {"mask": (jnp.arange(128) % 7 < 4)[None, None, None] & (jnp.arange(128) < 90)[None, None, :, None]},
-    ),
-    "soft cap": ({"is_causal": True, "logits_soft_cap": 5.0}, _documents),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("hiding", HIDING)
-def test_slot_that_is_not_finite_reaches_only_what_sees_it(hiding):
-    """Output and dq of rows that see the slot, dk and dv of keys that such a row sees; no bit of anything else.
-
-    In uneven blocks, and of queries and cotangents too, which ``test_isolation.py`` does not spoil.
-    """
-    static, arrays = HIDING[hiding]
-    layout = Layout(**arrays())
-    rng = np.random.default_rng(0)
-    x = [rng.standard_normal((2, 128, heads, 16)).astype(np.float32) for heads in (4, 2, 2, 4)]
-    spec = make_spec(*map(jnp.asarray, x[:3]), layout, **static)
-    visible = np.broadcast_to(np.asarray(may_attend(spec, layout))[:, 0], (2, 128, 128))
-    made = plan(CHUNKED, spec, layout, target=Target.here(), options=SMALL)
-
-    @jax.jit
-    def run(query, key, value, cotangent):
-        output, pullback = jax.vjp(lambda *x: made.run(*x)[0], query, key, value)
-        return output, *pullback(cotangent)
-
-    expected = [np.asarray(part) for part in run(*x)]
-    # Of query and cotangent (operands 0 and 3) the row is spoilt, of key and value the slot.
-    for number, place, operand in itertools.product((np.nan, np.inf), (3, 65, 99, 120), (0, 1, 2, 3)):
-        spoilt = [part.copy() for part in x]
-        spoilt[operand][:, place, -1, 3] = number
-        rows = np.arange(128)[None] == place if operand in (0, 3) else visible[:, :, place]
-        keys = (np.broadcast_to(rows, (2, 128))[..., None] & visible).any(1)
-        for name, part, clean in zip(("output", "dq", "dk", "dv"), run(*spoilt), expected, strict=True):
-            reached = np.broadcast_to(rows if name in ("output", "dq") else keys, (2, 128))
-            np.testing.assert_array_equal(np.asarray(part)[~reached], clean[~reached], f"{name}, {place}")
-            if np.isnan(number) and name == "output" and operand < 3:
-                assert np.isnan(np.asarray(part)[reached & visible.any(2)]).any(-1).any(-1).all()

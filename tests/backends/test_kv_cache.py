@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +14,6 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, make_spec, oracle, plan, registry
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.kv_cache import quantize, ragged_layout
-from attnsuite.backends.standard import STANDARD
-from attnsuite.testing import checks, problems
-from attnsuite.testing.problems import Problem
 
 PAGE = 4
 SPEC = AttentionSpec(
@@ -204,72 +200,3 @@ def test_scales_that_do_not_fit_are_refused(terms: Terms, word: str) -> None:
 def test_scales_without_quantised_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"terms\.key_scales is given, but the spec of this plan says kv_dtype=None"):
         make_spec(QUERY, QUERY, QUERY, Layout(), Terms(key_scales=np.ones((1, 1, 1), np.float32)))
-
-
-def cache_changed(
-    layout: Callable[[Layout], dict[str, Any]] = lambda _: {},
-    terms: Callable[[Terms], dict[str, Any]] = lambda _: {},
-    **changes: Any,
-) -> Callable[[Problem], Any]:
-    """The standard backend on a cache whose layout or scales are others."""
-
-    def wrong(problem: Problem) -> Any:
-        spec = dataclasses.replace(problem.spec, **changes)
-        changed = dataclasses.replace(problem.layout, **layout(problem.layout))
-        made = dataclasses.replace(STANDARD.plan(spec, changed, target=Target.here()), spec=spec)
-        return lambda q, k, v, given: made.run(q, k, v, terms=dataclasses.replace(given, **terms(given)))[0]
-
-    return wrong
-
-
-WRONG: dict[str, tuple[Callable[[Problem], Any], str]] = {
-    "page table off by one": (cache_changed(lambda x: {"page_table": x.page_table - 1}), "pages-ragged"),
-    "page table of the next sequence": (
-        cache_changed(lambda x: {"page_table": jnp.roll(x.page_table, 1, axis=0)}),
-        "pages-decode",
-    ),
-    "pages in the order of the pool": (
-        cache_changed(lambda x: {"page_table": jnp.arange(x.page_table.size).reshape(x.page_table.shape)}),
-        "pages",
-    ),
-    "slots behind the length in the last page seen": (
-        cache_changed(lambda x: {"key_value_seq_lengths": -(-x.key_value_seq_lengths // 16) * 16}, is_causal=False),
-        "pages-decode",
-    ),
-    "stale pages seen": (
-        cache_changed(lambda _: {"key_value_seq_lengths": None}, is_causal=False, has_seq_lengths=False),
-        "pages-decode",
-    ),
-    "sequences of a ragged batch mixed": (
-        cache_changed(lambda x: {"query_segment_ids": (x.query_segment_ids + 1) % 4}),
-        "pages-ragged",
-    ),
-    "scales of another head": (
-        cache_changed(terms=lambda x: {"key_scales": x.key_scales[..., ::-1]}),
-        "kv-int8",
-    ),
-    "scales of another page": (
-        cache_changed(terms=lambda x: {"value_scales": jnp.roll(x.value_scales, 1, axis=0)}),
-        "pages-float8",
-    ),
-    "scales of keys for values": (cache_changed(terms=lambda x: {"value_scales": x.key_scales}), "kv-int8"),
-    "scales off by 1%": (cache_changed(terms=lambda x: {"value_scales": 1.01 * x.value_scales}), "kv-int8"),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.newest
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_cache_fails(name: str) -> None:
-    wrong, case = WRONG[name]
-    problem = problems.problem(case)
-    results = problems.compiled(wrong(problem), problem)(*problem.inputs)
-    with pytest.raises(AssertionError, match="passed=False"):
-        checks.check_accuracy(results, problem)
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("case", sorted({case for _, case in WRONG.values()}))
-def test_right_cache_passes_where_the_wrong_one_fails(case: str) -> None:
-    problem = problems.problem(case)
-    checks.check_accuracy(problem.standard_run(*problem.inputs), problem)

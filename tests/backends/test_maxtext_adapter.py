@@ -273,27 +273,6 @@ def test_layers_of_a_stack_have_their_roles(base):
         assert (np.abs(out - dense).max() > 0.05) == (layer > 0)
 
 
-@each
-def test_scan_over_layers_is_that_of_the_stack(base):
-    """It threads number and selection. A scan that hands on the hidden states alone is refused."""
-    stack = backends.LayerStack(4)
-    one = op(adapter.attention_op(base, "kascade", layer=stack, **KASCADE))
-    stacked = tuple(jnp.stack([draw(1, 256, heads, 8, seed=i) for i in range(4)]) for heads in (4, 2, 2))
-    start, places = jnp.zeros((1, 256, 4, 8)), jnp.arange(256)[None]
-
-    def block(x, call):
-        return x + one(*call, None, places, "train")
-
-    def in_a_list(x):
-        for i in range(4):
-            x = block(x, tuple(part[i] for part in stacked))
-        return x
-
-    np.testing.assert_allclose(stack.scan(block, start, stacked), stack.run(in_a_list, start), atol=1e-5)
-    with pytest.raises(ValueError, match=r"adapters\.maxtext\.decoder"):
-        stack.run(jax.lax.scan, lambda x, call: (block(x, call), None), start, stacked)
-
-
 class Decoder:
     """MaxText's scan over layers, the method that the adapter replaces: it carries the hidden states alone."""
 

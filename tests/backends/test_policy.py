@@ -3,15 +3,12 @@
 import dataclasses
 import json
 import sys
-import tempfile
 import warnings
 from importlib import metadata
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attnsuite.backends import (
     AttentionSpec,
@@ -29,12 +26,9 @@ from attnsuite.backends.choices import (
     VARIABLE,
     Choice,
     Source,
-    decide,
     merged,
     problem_of,
     to_json,
-    tuned,
-    usable,
 )
 from attnsuite.backends.devices import usable_cores
 
@@ -189,37 +183,6 @@ def test_damaged_policy_is_refused_with_a_sentence(tmp_path, text, sentence):
         load_policy(path)
     assert sentence in str(refused.value)
     assert str(refused.value).endswith("make it with attnsuite choose (backends) or attnsuite tune (options).")
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=3,
-)
-
-
-@pytest.mark.thorough
-@settings(max_examples=150)
-@given(st.data())
-def test_any_change_of_a_policy_is_read_or_refused(data):
-    """A value of the file, or of a problem, is another; what is read decides about any problem."""
-    options = case("tuned", SPEC, "chunked", options={"block_backward": 64}, only={"is_causal": True})
-    of = source(case("short", SPEC, "standard"), case("long", long(4096), "chunked"), options)
-    made, choice = content(of), data.draw(st.sampled_from(of["choices"]))
-    place = data.draw(st.sampled_from([made, of, of["versions"], choice, choice["problem"], options["only"]]))
-    place[data.draw(st.sampled_from([*place, "new"]))] = data.draw(VALUES)
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        file.write(json.dumps(made).encode())
-        file.flush()
-        try:
-            policy = load_policy(file.name)
-        except ValueError:
-            return
-        valid, reason = usable(policy, HERE)
-        assert reason or valid.entries or not policy.entries
-        assert decide(policy, SPEC).sentence
-        for backend in ("chunked", "standard"):
-            assert len(tuned(policy, backend, HERE, SPEC)) <= 2
 
 
 def test_missing_file_and_a_backend_by_name_are_refused(policy, tmp_path):

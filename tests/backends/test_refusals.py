@@ -89,6 +89,7 @@ def test_a_kernel_takes_what_it_is_for_and_no_device_of_another_maker(name: str)
     for target in (Target("cpu"), Target("rocm"), *{H100, V5E} - {home}):
         (reason,) = support(backend, spec, target, options=options).reasons
         assert str(target) in reason
+        assert reason.endswith(".")
 
 
 @pytest.mark.parametrize(("name", "changes", "target", "word"), REFUSED)

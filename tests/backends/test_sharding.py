@@ -1,6 +1,7 @@
 """Attention over several devices gives what it gives on one, and refuses what cannot be divided."""
 
 import dataclasses
+import importlib.util
 import json
 
 import jax
@@ -83,6 +84,8 @@ if not is_landing():
     DIVIDED += ["causal", "gqa-8", "padding-both-ends", "mask-per-head", "bias-broadcast"]
 # How arrays are divided does not depend on the backend; of a second one what its own gradient rules have to bear.
 CASES = {"standard": DIVIDED, "chunked": ["combination", "log-sum-exp", "sinks", "sinks@ring", "alibi@gather"]}
+if importlib.util.find_spec("llvmlite"):
+    CASES["flash_cpu"] = ["causal", *(f"{x}@ring" for x in ("plain", "causal", "window-causal", "function-dilated"))]
 
 
 def test_two_devices_pass_the_conformance_checks_and_are_called_without_jit():

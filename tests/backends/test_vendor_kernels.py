@@ -60,13 +60,19 @@ def test_nan_behind_the_lengths_reaches_other_rows(name):
     check_nan_is_let_in(name, "bfloat16" if name == "tokamax_triton" else "float32")
 
 
-@pytest.mark.parametrize("name", ["pallas_flash", "splash", "tokamax_splash", "tokamax_triton", "tpu_flash_attention"])
-def test_differentiating_what_was_planned_without_gradients_says_so(name):
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "interpret") for name in ("pallas_flash", "splash", "tokamax_splash", "tokamax_triton")),
+        *(("tpu_flash_attention", "interpret"), ("chunked", "native"), ("kascade", "native")),
+    ],
+)
+def test_differentiating_what_was_planned_without_gradients_says_so(name, mode):
     spec = AttentionSpec(
-        batch=1, query_length=128, key_value_length=128, num_heads=2, num_kv_heads=1, head_dim=64, dtype="bfloat16",
+        batch=1, query_length=256, key_value_length=256, num_heads=2, num_kv_heads=1, head_dim=64, dtype="bfloat16",
         is_causal=True, needs_grad=False,
     )  # fmt: skip
-    query, key = jnp.ones((1, 128, 2, 64), jnp.bfloat16), jnp.ones((1, 128, 1, 64), jnp.bfloat16)
-    made = plan(registry.get(name), spec, target=Target.here(), mode="interpret")
+    query, key = jnp.ones((1, 256, 2, 64), jnp.bfloat16), jnp.ones((1, 256, 1, 64), jnp.bfloat16)
+    made = plan(registry.get(name), spec, target=Target.here(), mode=mode)
     with pytest.raises(ValueError, match="needs_grad=True"):
         jax.grad(lambda q: made.run(q, key, key)[0].astype(jnp.float32).sum())(query)

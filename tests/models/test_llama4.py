@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Layout
 from attnsuite.models import CheckpointError, ModelConfig, Transformer
-from attnsuite.models.forward_pass import layer_forward, turns_of
 from attnsuite.models.huggingface import from_hf
 from attnsuite.models.parameters import checkpoint_names
-from attnsuite.models.planning import resolve_attention
-from theirs import TOLERANCE, distance, drawn, their_logits, torch, transformers
+from theirs import TOLERANCE, distance, drawn, their_logits, transformers
 
 pytestmark = pytest.mark.llama
 
@@ -86,25 +83,6 @@ def test_logits_are_those_of_transformers_in_one_pass_and_from_a_cache(reference
     first, cache = model.prefill(TOKENS[:, :23], model.new_cache(2, 32), **CALL)
     last, cache = model.decode(TOKENS[:, 23], cache, **CALL)
     assert distance(np.concatenate([first, last[:, None]], axis=1), expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize("index", [0, 1], ids=["rotated and chunked", "sharpened"])
-def test_a_layers_attention_is_that_of_transformers(reference, index):
-    model, x = ours(reference[0]), np.random.default_rng(1).standard_normal((2, 24, 32)).astype(np.float32)
-    at = np.arange(24)
-    sees = (at[:, None] >= at) & ((at[:, None] // 7 == at // 7) | (index == 1))
-    body = reference[0].model
-    with torch.no_grad():
-        hidden = body.layers[index].input_layernorm(torch.from_numpy(x))
-        turn = body.rotary_emb(hidden, torch.from_numpy(at)[None])
-        mask = torch.from_numpy(np.where(sees, 0.0, -np.inf).astype(np.float32))[None, None]
-        expected = body.layers[index].self_attn(hidden, turn, mask)[0].numpy()
-    kind, found = model.config.attention[index], []
-    resolutions = dict(resolve_attention(model.config, batch=2, query_length=24, **CALL))
-    turn = turns_of(model.config, jnp.asarray(at)[None], jnp.full((1, 1), 24))[kind]
-    plan, layer = resolutions[kind].plan(Layout()), model.arrays()["layers"][index]
-    layer_forward(model.config, layer, jnp.asarray(x), turn, plan, index, (), lambda *seen: found.append(seen[-1]))
-    assert distance(found[0], expected) <= TOLERANCE
 
 
 @pytest.mark.thorough

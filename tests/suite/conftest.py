@@ -14,7 +14,8 @@ import pytest
 
 from attnsuite.suite.command_line import main
 from attnsuite.suite.record import Record
-from command import bring_workers_here, known_machine
+from attnsuite.suite.store import RunStore
+from command import EMPTY, bring_workers_here, installed, known_machine
 
 FAULTY = """
 import dataclasses, os, signal, time
@@ -99,17 +100,11 @@ name = "second"
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an installed package that brings faulty backends by entry point."""
-    folder = tmp_path_factory.mktemp("foreign")
-    info = folder / "faulty_backends-1.0.dist-info"
-    info.mkdir()
-    (folder / "faulty_backends.py").write_text(FAULTY)
-    (folder / "faulty_on_import.py").write_text("raise RuntimeError('built for another JAX')\n")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-backends\nVersion: 1.0\n")
     references = {name: f"faulty_backends:{name}" for name in FAULTY_NAMES}
     references |= {name: reference for name, (reference, _) in UNASKABLE.items()}
     entries = "".join(f"{name} = {reference}\n" for name, reference in references.items())
-    (info / "entry_points.txt").write_text(f"[attnsuite.backends]\n{entries}")
-    return folder
+    modules = {"faulty_backends": FAULTY, "faulty_on_import": "raise RuntimeError('built for another JAX')\n"}
+    return installed(tmp_path_factory.mktemp("foreign"), f"[attnsuite.backends]\n{entries}", **modules)
 
 
 @pytest.fixture(autouse=True)
@@ -158,20 +153,16 @@ def unaskable() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def example_record() -> Record:
     """A record with nothing in it."""
-    return Record(
-        key="c/standard/cpu/native",
-        suite="s",
-        case="c",
-        kind="op_forward",
-        problem={"sequence": 64},
-        requested="standard",
-        resolved="standard",
-        mode="native",
-        exact=True,
-        target="cpu",
-        status="ok",
-        started="2026-11-20T00:00:00+00:00",
-    )
+    return EMPTY
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with one record, which has nothing in it."""
+    folder = tmp_path / "run"
+    with RunStore(folder, resume=False) as store:
+        store.append([EMPTY])
+    return folder
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 
 import numpy as np
@@ -249,22 +248,3 @@ def test_streaming_says_perplexity_memory_and_whether_it_means_anything(shipped,
     assert f"bits per byte: {figures['bits_per_byte']:.4f}" in said[shipped]
     assert "INVALID" not in said[shipped]
     assert "INVALID" in said[untrained]
-
-
-@pytest.mark.llama
-def test_a_real_tokenizer_is_read_beside_a_checkpoint(tmp_path):
-    if not os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
-        pytest.importorskip("tokenizers", reason="tokenizers is not installed; tox -e llama")
-    import tokenizers  # noqa: PLC0415
-
-    words = {"[UNK]": 0, "<s>": 1} | {word: i for i, word in enumerate(dict.fromkeys(PROSE.tobytes().split()), 2)}
-    words = {word.decode() if isinstance(word, bytes) else word: i for word, i in words.items()}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    made.save(str(tmp_path / "tokenizer.json"))
-    save(Transformer(ModelConfig.from_preset("debug", vocab_size=len(words), num_layers=1)), tmp_path)
-    case = TextCase(model=str(tmp_path), sequence=32, sequences=6)
-    found = model_quality.read_text(case, model_program.model_config(case), None)
-    assert found.rows[:, 0].tolist() == [1] * 6
-    assert found.rows[0, 1:].tolist() == [words[word] for word in PROSE.tobytes().decode().split()[1:32]]

@@ -19,6 +19,7 @@ from attnsuite.suite.grid.running import outcome_of
 from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
+from command import installed
 from landing import is_landing, swept
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
@@ -143,14 +144,9 @@ KINDS = FIRST_KINDS if is_landing() else ("v5e", *FIRST_KINDS)
 
 @pytest.fixture(scope="module")
 def illegal(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("illegal")
-    info = folder / "illegal_kernels-1.0.dist-info"
-    info.mkdir()
-    (folder / "illegal_kernels.py").write_text(ILLEGAL)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: illegal-kernels\nVersion: 1.0\n")
     entries = "".join(f"{name} = illegal_kernels:{name}\n" for name in ILLEGAL_NAMES)
-    (info / "entry_points.txt").write_text(f"[attnsuite.backends]\n{entries}")
-    return folder
+    folder = tmp_path_factory.mktemp("illegal")
+    return installed(folder, f"[attnsuite.backends]\n{entries}", illegal_kernels=ILLEGAL)
 
 
 def compile_records(attnsuite, folder, *flags, path=None):

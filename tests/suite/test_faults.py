@@ -16,7 +16,7 @@ from attnsuite.suite.grid import run_grid as grid
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention_call import INTERPRETED_LENGTH, OpCase, spec_of
 from attnsuite.suite.store import RECORDS, parse_records
-from command import bring_workers_here, code_of, known_machine
+from command import bring_workers_here, code_of, installed, known_machine
 
 SUITE = """
 [[case]]
@@ -99,11 +99,7 @@ SILENT = Silent()
 
 
 def test_backend_that_hangs_when_it_is_asked_ends_the_run_with_a_sentence(begun, tmp_path, monkeypatch):
-    info = tmp_path / "silent-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: silent\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[attnsuite.backends]\nsilent = silent:SILENT\n")
-    (tmp_path / "silent.py").write_text(SILENT)
+    installed(tmp_path, "[attnsuite.backends]\nsilent = silent:SILENT\n", silent=SILENT)
     (tmp_path / "suite.toml").write_text(SUITE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(grid, "_PROBE_SECONDS", 6.0)  # of which a worker's start is one or two

@@ -24,14 +24,6 @@ from command import code_of
 ESCAPE = "\x1b[2J\x1b]0;gone\x07\u202e\x9b31m"
 
 
-@pytest.fixture
-def run(tmp_path, example_record):
-    folder = tmp_path / "run"
-    with RunStore(folder, resume=False) as store:
-        store.append([example_record])
-    return folder
-
-
 def test_no_file_of_a_report_is_written_through_a_link(run, tmp_path):
     target = tmp_path / "target"
     target.write_text("mine")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import command
 from attnsuite.reports import cases
 from attnsuite.suite import kinds
 from attnsuite.suite.errors import InputError
@@ -99,13 +100,7 @@ size = {}
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A directory with an installed package that brings a kind by entry point, and entries that bring none."""
-    folder = tmp_path_factory.mktemp("package")
-    info = folder / "product_kind-1.0.dist-info"
-    info.mkdir()
-    (folder / "product_kind.py").write_text(PRODUCT)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: product-kind\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    return folder
+    return command.installed(tmp_path_factory.mktemp("package"), ENTRIES, product_kind=PRODUCT)
 
 
 @pytest.fixture

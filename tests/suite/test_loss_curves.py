@@ -30,10 +30,9 @@ from attnsuite.suite.kinds.loss_curve_case import (
     settings_of,
 )
 from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
-from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.suites import find_suite
-from command import code_of
+from command import EMPTY, code_of
 
 CONFIG = ModelConfig.from_preset(
     "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
@@ -71,20 +70,16 @@ def curves():
 
 def curve(case, role, name, losses, mode="native"):
     """A record of a curve that was made up."""
-    return Record(
+    return dataclasses.replace(
+        EMPTY,
         key=f"{case.name}/{name}/cpu/{mode}",
-        suite="curves",
         case=case.name,
         kind=case.kind,
         problem=dataclasses.asdict(case),
         requested=name,
         resolved=name,
         mode=mode,
-        exact=True,
-        target="cpu",
-        status="ok",
         facts=LossCurve(role=role, losses=losses),
-        started="2026-01-01",
     )
 
 

@@ -18,6 +18,7 @@ from attnsuite.suite.suites import SUITES, find_suite
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suite-files.md"
 FORWARD = '[[case]]\nkind = "op_forward"\n'
+TINY = f'{FORWARD}sequence = 64\nname = "first"\n'
 
 
 @pytest.fixture
@@ -82,12 +83,45 @@ def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(rea
         (f"{FORWARD}sequence = [8, 8]\n", "line 1: two cases named forward-s8-h8k8-d64-f32-sequence8"),
         (f"{FORWARD}sequence = [[8]]\n", "line 3 (sequence): a case of kind op_forward: sequence = a list must be"),
         (f"{FORWARD}sequence = {list(range(1, 102))}\nseed = {list(range(100))}", "make 10100 cases; a table"),
+        ("name = 3\n" + TINY, "line 1 (name): name = 3 must be text or nothing"),
+        ('peers = "torch"\n' + TINY, "line 1 (peers): peers = 'torch' must be a list"),
+        ("all_cores = 2\n" + TINY, "line 1 (all_cores): all_cores = 2 must be true or false"),
+        ("[[case]]\nsequence = 64", "line 1: kind = nothing is not a kind of case"),
+        ('[[case]]\nkind = "op_sideways"', "line 2 (kind): kind = 'op_sideways' is not a kind of case"),
+        (f'{FORWARD}sequence = "long"', "sequence = 'long' must be an integer from 1"),
+        (f"{FORWARD}sequence = true", "sequence = true must be an integer"),
+        (f'{TINY}dtype = "int8"', "line 5 (dtype): case first: dtype = 'int8' must be one of float32, bfloat16"),
+        (f"{TINY}window_size = 0", "window_size = 0 must be an integer from 1"),
+        (f"{TINY}documents = 65", "documents=65 does not fit"),
+        (f'{FORWARD}sequence = 64\nname = "a/b"', "name = 'a/b' cannot name a case"),
+        ('[[case]]\nkind = "model_prefill"\nbatch = 0', "batch = 0 must be an integer from 1"),
+        ('[[case]]\nkind = "perplexity"\ndtype = "float64"', "dtype = 'float64' must be one of"),
+        (TINY + TINY, "line 8 (name): two cases named first"),
+        (f"{TINY}seed = 0x{'f' * 5000}", "seed = an integer of 20000 bits must be an integer from 0"),
+        (f"{TINY}soft_cap = 1e400", "soft_cap = inf must be"),
+        (f"{TINY}soft_cap = nan", "soft_cap = nan must be"),
+        (f"{TINY}seed = 2026-01-01", "seed = datetime.date(2026, 1, 1) must be"),
+        (f"{TINY}seed{'.a' * 2000} = 1", "seed = a table must be"),
     ],
 )
 def test_error_names_the_line_and_the_key(read, text, told):
     with pytest.raises(InputError, match=r"suite file .*mine\.toml, line") as raised:
         read(text)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no cases"),
+        ("[[case", "not valid TOML"),
+        (f"{TINY}seed = {'9' * 5000}", "Exceeds the limit"),
+        (f"{TINY}seed = {'[' * 2000}", "nested too deeply"),
+    ],
+)
+def test_file_without_lines_to_name_is_refused(read, text, told):
+    with pytest.raises(InputError, match=f"suite file .*{told}"):
+        read(text)
 
 
 def test_page_of_the_keys_is_made_from_the_classes_that_read_them():

@@ -21,9 +21,8 @@ from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase, spec_of
 from attnsuite.suite.kinds.tuning_case import Trial, Trials
-from attnsuite.suite.record import Record
 from attnsuite.suite.store import RECORDS, parse_records
-from command import WorkerHere, code_of
+from command import EMPTY, WorkerHere, code_of
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")
@@ -143,20 +142,16 @@ def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_
 def made_up(*samples):
     """A record of candidates with these samples, the defaults first."""
     tried = tuple(Trial(options={"n": i}, samples=tuple(s)) for i, s in enumerate(samples))
-    return Record(
+    return dataclasses.replace(
+        EMPTY,
         key=f"{CASE.name}/chunked/cpu:a CPU/native",
-        suite="tune",
         case=CASE.name,
         kind="tuning",
         problem=problem_of(CASE) | {"kind": "tuning", "op": CASE.kind},
         requested="chunked",
         resolved="chunked",
-        mode="native",
-        exact=True,
         target="cpu:a CPU",
-        status="ok",
         facts=Trials(tried=tried),
-        started="2026-11-22T00:00:00+00:00",
     )
 
 

@@ -27,14 +27,6 @@ def no_bytecode(monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path, example_record):
-    folder = tmp_path / "run"
-    with RunStore(folder, resume=False) as store:
-        store.append([example_record])
-    return folder
-
-
-@pytest.fixture
 def small_files(monkeypatch):
     """A disk on which no file grows beyond 512 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -144,6 +144,8 @@ def test_damaged_cache_file_counts_as_absent(monkeypatch, tmp_path, damage):
     path = object_cache.directory() / "key.o"
     path.write_bytes(damage(path.read_bytes()))
     assert object_cache.read("key") is None
+    object_cache.write("key", b"content of an object file")
+    assert object_cache.read("key") == b"content of an object file"
 
 
 def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
@@ -196,19 +198,6 @@ def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     object_cache.write("key", b"content")
     assert object_cache.read("key") is None
-
-
-@pytest.mark.thorough
-def test_damaged_files_change_no_result(tmp_path):
-    script = PRELUDE + "print(digest(attend(q, k, v)))"
-    first = run(script, XDG_CACHE_HOME=str(tmp_path))
-    files = list(tmp_path.rglob("*.o"))
-    assert files, first.stderr
-    for file in files:
-        file.write_bytes(file.read_bytes()[:100])
-    second = run(script, XDG_CACHE_HOME=str(tmp_path))
-    assert first.stdout == second.stdout != ""
-    assert all(len(file.read_bytes()) != 100 for file in files)
 
 
 @pytest.mark.thorough
@@ -278,6 +267,9 @@ WRONG = {
     "first is not": _set("arguments", 3, jnp.zeros((1, 69), jnp.int32)),
     "position has fewer": _set("arguments", 6, jnp.zeros(70, jnp.int32)[0]),
     "rows do not divide": lambda arguments, _: arguments.__setitem__(slice(3, 8), [jnp.zeros((3, 70), jnp.int32)] * 5),
+    "multiple of the KV heads": lambda arguments, _: arguments.__setitem__(
+        slice(1, 3), [jnp.zeros((1, 70, 3, 16))] * 2
+    ),
     "divides the work is empty": _set("arguments", 9, jnp.zeros((1, 0))),
     "number of operands": lambda arguments, _: arguments.pop(),
     "out is not": _set("results", 0, jax.ShapeDtypeStruct((1, 70, 2, 15), FLOAT)),
@@ -289,14 +281,6 @@ WRONG = {
 def test_operands_that_do_not_fit_are_an_error_of_xla(sentence):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"flash_cpu: .*{sentence}"):
         _forward_with(WRONG[sentence])
-
-
-def test_heads_that_do_not_divide_are_an_error_of_xla():
-    def change(arguments, results):
-        arguments[1] = arguments[2] = jnp.zeros((1, 70, 3, 16))
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="multiple of the KV heads"):
-        _forward_with(change)
 
 
 def test_allocation_that_fails_is_an_error_of_xla():
@@ -339,13 +323,6 @@ def test_threads_may_compile_one_kernel_at_once():
         thread.join()
     assert len(names) == 4
     assert len(set(names)) == 1
-
-
-def test_number_of_threads_changes_no_bit_of_the_forward_pass():
-    q, k, v = _inputs()
-    seen = visibility(SPEC, Layout())
-    one, many = (calls.Calls(SPEC, ISA, threads=n).forward(q, k, v, seen)[0] for n in (1, 4))
-    np.testing.assert_array_equal(one, many)
 
 
 @pytest.mark.parametrize("heads_per_stage", [1, 3])
@@ -402,30 +379,6 @@ def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
     memory = backward.signature(ISA, kernel)
     few, many = (memory.scratch_bytes({**dims, "T": tokens}, 1) for tokens in (rows, 16 * rows))
     assert few == many
-
-
-def test_several_devices_and_shard_map_agree_with_one():
-    done = run(
-        PRELUDE
-        + """
-from jax.sharding import Mesh
-from attnsuite.backends import Layout, Target, Sharded, get, make_spec, plan
-spec = make_spec(q, k, v, is_causal=True)
-expected = plan(get("standard"), spec, target=Target.here()).run(q, k, v)[0]
-mesh = Mesh(np.array(jax.devices()), ("cores",))
-sharded = plan(Sharded.among(get("flash_cpu"), spec, mesh), spec, target=Target.here())
-out = jax.jit(lambda *x: sharded.run(*x)[0])(q, k, v)
-assert len(jax.devices()) == 2
-print(float(abs(out - expected).max()))
-for device in jax.devices():
-    on = [jax.device_put(x, device) for x in (q, k, v)]
-    print(float(abs(jax.device_put(jax.jit(attend)(*on), jax.devices()[0]) - expected).max()))
-""",
-        JAX_NUM_CPU_DEVICES="2",
-    )
-    errors = [float(x) for x in done.stdout.split()]
-    assert len(errors) == 3, done.stderr
-    assert max(errors) < 1e-5
 
 
 def test_fork_leaves_the_parents_kernels_as_they_were():

@@ -1,7 +1,5 @@
-"""Every emitted building block against NumPy, and the code for processors that are not here as assembly."""
+"""Emitted building blocks whose precision is a claim of its own, and the code for absent processors as assembly."""
 
-import ctypes
-import dataclasses
 import functools
 import re
 
@@ -12,14 +10,13 @@ import pytest
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import AttentionSpec, Layout, blocks
-from attnsuite.backends.flash_cpu import elements, masking, products, rows, slopes, softmax, tiles
+from attnsuite.backends.flash_cpu import elements, masking, products, rows
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX2, AVX512, AVX512_BF16, NEON, available, features_for
-from attnsuite.backends.flash_cpu.visibility import NO_KEY, visibility
+from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import ISAS, assembly, call, compiled
-from emulated_tiles import emulate
 
 RNG = np.random.default_rng(0)
 
@@ -31,31 +28,6 @@ def _float32(*shape):
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
 def isa(request):
     return request.param
-
-
-@pytest.fixture(params=[isa for isa in ISAS if isa.multiplies_bfloat16], ids=lambda isa: isa.name)
-def paired(request):
-    """An instruction set of this processor in which a term of a product is a pair of bfloat16 numbers."""
-    return request.param
-
-
-@pytest.fixture(
-    params=[*((isa, False) for isa in ISAS if isa.multiplies_bfloat16), (AMX_BF16, True)],
-    ids=lambda param: param[0].name + "-emulated" * param[1],
-)
-def multiplying(request, monkeypatch):
-    """The same, and AMX in emulation."""
-    isa, emulated = request.param
-    if emulated:
-        emulate(monkeypatch)
-    return isa
-
-
-def _pairs(x, axis):
-    """Neighbours along an axis as bfloat16 in one int32, and the matrix that they stand for."""
-    x = np.asarray(x, jnp.bfloat16)
-    low, high = (np.take(x, range(n, x.shape[axis], 2), axis).view(np.uint16).astype(np.uint32) for n in (0, 1))
-    return (low | high << 16).view(np.int32), x.astype(np.float32)
 
 
 def _elementwise(isa, function, x):
@@ -110,74 +82,6 @@ def test_rows_are_widened_exactly_and_rounded_to_nearest_even(isa, dtype):
     np.testing.assert_array_equal(out.astype(np.float32), wide[:width].astype(number).astype(np.float32))
 
 
-def test_rows_of_pairs_are_copied_and_two_of_them_joined(paired):
-    width = 21
-    x = np.concatenate([_float32(2, width), np.zeros((2, 11), np.float32)], 1).astype(jnp.bfloat16)
-    copied = np.full((2, rows.padded(width, paired, 2)), -1, np.int32)
-    for row, target in zip(x, copied, strict=True):
-        call(paired, lambda m: rows.copy_row(m, paired, "copy", "bfloat16", width, 2), row[:width].copy(), target)
-        np.testing.assert_array_equal(target, _pairs(row[None], 1)[0][0])
-    joined = np.full(32, -1, np.int32)
-    call(paired, lambda m: rows.join(m, paired, "join", 32), copied, joined, 2)
-    np.testing.assert_array_equal(joined, _pairs(x, 0)[0][0])
-
-
-def test_transpose_turns_rows_into_columns(isa):
-    n, width = 3 * isa.lanes, 2 * isa.lanes
-    x, out = _float32(n, width), np.empty((width, n), np.float32)
-    call(isa, lambda m: rows.transpose(m, isa, "turn", n, width), x, out)
-    np.testing.assert_array_equal(out, x.T)
-
-
-def test_score_tiles_are_keys_times_queries(isa):
-    depth, queries, keys = 24, 2 * isa.group, 2 * isa.strip
-    k, q, out = _float32(keys, depth), _float32(depth, queries), np.zeros((keys, queries), np.float32)
-
-    def build(module):
-        scores = products.Scores.of(module, isa, "score", depth, depth, queries)
-        with Function(module, "all_scores", [ptr] * 3) as (e, (k, q, s)):
-            for group in range(0, queries, isa.group):
-                scores.emit(e, k, q.at(group, 4), s.at(group, 4), e.const(i64, isa.strip), e.const(i64, keys))
-        return e.function
-
-    call(isa, build, k, q, out)
-    np.testing.assert_allclose(out[isa.strip :], (k @ q)[isa.strip :], rtol=2e-5, atol=2e-5)
-    assert (out[: isa.strip] == 0).all()
-
-
-def test_score_tiles_of_pairs_are_keys_times_queries(multiplying):
-    depth, queries, keys = 23, multiplying.group, multiplying.strip
-    k = _float32(keys, 32)
-    k[:, depth:] = 0  # what pads a head dimension is zero
-    (k, whole_k), (q, whole_q) = _pairs(k, 1), _pairs(_float32(32, queries), 0)
-    out = np.zeros((keys, queries), np.float32)
-
-    def build(module):
-        scores = products.Scores.of(module, multiplying, "score", depth, k.shape[1], queries, 2)
-        with Function(module, "all_scores", [ptr] * 3) as (e, (k_, q_, s)), tiles.configured(e):
-            scores.emit(e, k_, q_, s, e.const(i64, 0), e.const(i64, keys))
-        return e.function
-
-    call(multiplying, build, k, q, out)
-    np.testing.assert_allclose(out, whole_k @ whole_q, rtol=2e-5, atol=2e-5)
-
-
-def test_value_tiles_of_pairs_add_weights_times_values_to_what_is_there(multiplying):
-    width, n, terms = 2 * multiplying.lanes, multiplying.value_rows, 64
-    (p, whole_p), (v, whole_v) = _pairs(_float32(terms, n), 0), _pairs(_float32(terms, width), 0)
-    out = _float32(n, width)
-    expected = out + whole_p[16:].T @ whole_v[16:]
-
-    def build(module):
-        weigh = products.Weighted.of(module, multiplying, "value", width, (1, n), 2)
-        with Function(module, "all_values", [ptr] * 3) as (e, (p_, v_, out_)), tiles.configured(e):
-            weigh.emit(e, p_, v_, out_, (0, n), (16, terms))
-        return e.function
-
-    call(multiplying, build, p, v, out)
-    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-
-
 def test_score_is_a_sum_of_short_sums(isa):
     """Of 256 terms it is nearer to the exact one than a sum of one after the other."""
     depth, queries, keys = 256, isa.group, isa.strip
@@ -195,142 +99,6 @@ def test_score_is_a_sum_of_short_sums(isa):
         in_turn = (in_turn + np.outer(k[:, d].astype(np.float64), q[d])).astype(np.float32)  # rounded once, as fma does
     exact = k.astype(np.float64) @ q.astype(np.float64)
     assert np.std(out - exact) < 0.7 * np.std(in_turn - exact)
-
-
-@pytest.mark.parametrize("vectors", [1, 5, 8])
-def test_value_tiles_add_weights_times_values_to_what_is_there(isa, vectors):
-    width, n, terms = vectors * isa.lanes, 2 * isa.value_rows, 10
-    p, v, out = _float32(terms, n), _float32(terms, width), _float32(n, width)
-    expected = out + p[3:].T @ v[3:]
-
-    def build(module):
-        weigh = products.Weighted.of(module, isa, "value", width, (1, n))
-        with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
-            weigh.emit(e, p, v, out, (0, n), (3, terms))
-        return e.function
-
-    call(isa, build, p, v, out)
-    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-
-
-def _numbers(scale, cap=None):
-    log2_e = np.log2(np.e)
-    inner = scale / cap if cap else 0.0
-    return np.array([scale * log2_e, inner, (cap or 0.0) * log2_e, scale], np.float32)
-
-
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_softmax_of_two_blocks_is_the_softmax_of_both(isa, mixed, cap):
-    group, keys, scale = isa.group, 40, 0.3
-    raw = _float32(2 * keys, group) * 9
-    raw[keys:] += 60  # the second block raises the maximum by far more than the lazy bound
-    position, key_id = np.arange(2 * keys, dtype=np.int32), np.zeros(2 * keys, np.int32)
-    key_id[7] = NO_KEY
-    first, last = np.full(group, 3, np.int32), np.arange(group, dtype=np.int32) + keys - group // 2
-    query_id = np.zeros(group, np.int32)
-    last[0] = 2  # sees nothing
-    top, total, decay = (np.full(group, x, np.float32) for x in (softmax.HIDDEN, 0, np.nan))
-    logits = raw.astype(np.float64) * scale
-    if cap:
-        logits = cap * np.tanh(logits / cap)
-    if mixed:
-        seen = (position[:, None] >= first) & (position[:, None] <= last) & (key_id[:, None] == query_id)
-        logits = np.where(seen, logits, -np.inf)
-    scores, sums = raw.copy(), np.zeros(group)
-    for block in (slice(0, keys), slice(keys, 2 * keys)):
-        part = np.ascontiguousarray(scores[block])
-        decay[:] = 1
-        raised = call(
-            isa,
-            lambda m: softmax.softmax(m, isa, group, mixed=mixed, soft_cap=cap is not None),
-            part, top, total, decay, first, last, query_id,
-            np.ascontiguousarray(position[block]), np.ascontiguousarray(key_id[block]), _numbers(scale, cap), 0, keys,
-            returns=ctypes.c_bool,
-        )  # fmt: skip
-        sums = sums * (decay if raised else 1) + part.sum(0)
-        np.testing.assert_allclose(total, sums, rtol=1e-5)
-        if mixed:
-            assert (part[~seen[block]] == 0).all()
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + top * np.log(2)
-        expected = np.log(np.exp(logits).sum(0))
-    live = np.isfinite(expected)
-    np.testing.assert_allclose(lse[live], expected[live], rtol=1e-5)
-    assert live.all() != mixed
-    assert (total[~live] == 0).all()
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_weights_are_rounded_to_pairs_of_keys_and_summed_before(paired, mixed):
-    group, keys = paired.group, 24
-    raw, results = _float32(keys, group), {}
-    position, key_id = np.arange(keys, dtype=np.int32), np.zeros(keys, np.int32)
-    for pack in (1, 2):
-        scores = raw.copy()
-        top, total, decay = (np.full(group, x, np.float32) for x in (softmax.HIDDEN, 0, 1))
-        first, last, query_id = np.zeros(group, np.int32), np.full(group, 13, np.int32), np.zeros(group, np.int32)
-        call(
-            paired,
-            lambda m, pack=pack: softmax.softmax(m, paired, group, mixed=mixed, soft_cap=False, pack=pack),
-            scores, top, total, decay, first, last, query_id, position, key_id, _numbers(0.3), 4, keys,
-            returns=ctypes.c_bool,
-        )  # fmt: skip
-        results[pack] = scores, total
-    np.testing.assert_array_equal(results[2][0][2:12].view(np.int32), _pairs(results[1][0][4:], 0)[0])
-    np.testing.assert_allclose(results[2][1], results[1][1], rtol=1e-6)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_slopes_are_rounded_to_pairs_of_queries_and_to_pairs_of_keys(paired, mixed):
-    group, keys = paired.group, 24
-    raw, d_probs, results = _float32(keys, group), _float32(keys, group), {}
-    position, key_id = np.arange(keys, dtype=np.int32), np.zeros(keys, np.int32)
-    numbers = [np.full(group, x, np.float32).view(np.int32) for x in (1.0, 0.1, 0.2, slopes.NEVER, 0.3)]
-    whole = [np.full(group, x, np.int32) for x in (0, 13, 0)]
-    for pack in (1, 2):
-        p, d, by_key = raw.copy(), d_probs.copy(), np.zeros((keys // 2, group), np.int32)
-        call(
-            paired,
-            lambda m, pack=pack: slopes.slopes(m, paired, group, mixed=mixed, soft_cap=False, pack=pack),
-            p, d, by_key, np.stack([*numbers, *whole]), position, key_id, _numbers(0.3), 4, keys,
-        )  # fmt: skip
-        results[pack] = p[4:], d[4:], by_key[2:]
-    (p, d, _), (p_pairs, d_pairs, by_key) = results[1], results[2]
-    for pairs, exact in ((p_pairs, p), (d_pairs, d)):
-        np.testing.assert_array_equal(pairs[:, : group // 2].view(np.int32), _pairs(exact, 1)[0])
-    np.testing.assert_array_equal(by_key, _pairs(d, 0)[0])
-
-
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_slopes_are_the_derivative_of_the_softmax(isa, mixed, cap):
-    group, keys, scale = isa.group, 24, 0.4
-    raw, d_probs = _float32(keys, group), _float32(keys, group)
-    position, key_id = np.arange(keys, dtype=np.int32), np.zeros(keys, np.int32)
-    first, last = np.zeros(group, np.int32), np.full(group, keys - 5, np.int32)
-    logits = raw.astype(np.float64) * scale
-    bend = np.ones_like(logits)
-    if cap:
-        bend = 1 - np.tanh(logits / cap) ** 2
-        logits = cap * np.tanh(logits / cap)
-    if mixed:
-        logits[position > keys - 5] = -np.inf
-    top = logits.max(0)
-    total = np.exp(logits - top).sum(0)
-    probs = np.exp(logits - top) / total
-    delta = (probs * d_probs).sum(0)
-    d_lse = _float32(group)
-    numbers = [top * np.log2(np.e), 1 / total, delta, np.full(group, slopes.NEVER), d_lse]
-    per_query = np.stack([*(x.astype(np.float32).view(np.int32) for x in numbers), first, last, np.zeros_like(first)])
-    p, d = raw.copy(), d_probs.copy()
-    call(
-        isa,
-        lambda m: slopes.slopes(m, isa, group, mixed=mixed, soft_cap=cap is not None),
-        p, d, np.empty(0, np.int32), per_query, position, key_id, _numbers(scale, cap), 0, keys,
-    )  # fmt: skip
-    np.testing.assert_allclose(p, probs, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(d, probs * (d_probs - delta + d_lse) * bend, rtol=1e-4, atol=1e-6)
 
 
 LAYOUTS = {
@@ -447,19 +215,3 @@ def test_kernels_compile_for_processors_that_are_not_here(name, kind):
     assert len(re.findall(pattern, text)) > 40
     if isa is AVX2:
         assert "zmm" not in text
-
-
-def test_a_wrong_tile_would_be_noticed(isa):
-    """The comparison with NumPy sees a single element that is off."""
-    wrong = dataclasses.replace(isa, value_rows=isa.value_rows - 1)  # rows that no tile covers
-    width, n, terms = isa.lanes, 2 * isa.value_rows, 8
-    p, v, out = _float32(terms, n), _float32(terms, width), np.zeros((n + 8, width), np.float32)
-
-    def build(module):
-        weigh = products.Weighted.of(module, wrong, "value", width, (1, n))
-        with Function(module, "all_values", [ptr] * 3) as (e, (p, v, out)):
-            weigh.emit(e, p, v, out, (0, n - wrong.value_rows), (0, terms))
-        return e.function
-
-    call(isa, build, p, v, out)
-    assert not np.allclose(out[:n], p.T @ v, atol=2e-5)
