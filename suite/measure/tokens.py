@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from attnsuite.models import ModelConfig, load_tokenizer
+from attnsuite.models import PRESETS, ModelConfig, load_tokenizer
 from attnsuite.models.text import random_windows, windows
 from attnsuite.models.tokenizer import JSON, RANKS
+from attnsuite.models.weights import TEXT
 
 from ..errors import InputError
 
@@ -67,7 +68,8 @@ BYTES = Reader("bytes", lambda data: data.astype(np.int32), lambda tokens: bytes
 def reader_of(model: str, config: ModelConfig) -> Reader:
     """How ``model`` reads. Raises InputError for a checkpoint whose tokens are not bytes and that has no tokenizer."""
     directory = Path(model)
-    if directory.is_dir() and any((directory / name).is_file() for name in (JSON, RANKS)):
+    is_named = model == TEXT or model in PRESETS  # also where a directory has that name
+    if not is_named and any((directory / name).is_file() for name in (JSON, RANKS)):
         with _as_input():
             found = load_tokenizer(directory)
             front = tuple(found.encode(""))

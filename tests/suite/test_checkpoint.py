@@ -122,6 +122,14 @@ def test_bytes_are_read_as_they_are(untrained):
     assert rows[0].tolist() == PROSE[:32].tolist()
 
 
+def test_a_folder_named_as_the_shipped_checkpoint_does_not_read_its_text(tokenized, monkeypatch):
+    monkeypatch.chdir(tokenized)
+    (tokenized / "text").mkdir()
+    (tokenized / "tokenizer.json").rename(tokenized / "text/tokenizer.json")
+    assert suite_text.reader_of("text", ModelConfig.from_preset("debug")) is suite_text.BYTES
+    assert suite_text.reader_of("./text", ModelConfig.from_preset("debug", vocab_size=512)).unit == "tokens"
+
+
 def test_text_that_a_model_cannot_read_is_refused(tokenized, tmp_path):
     with pytest.raises(InputError, match=r"has 502 tokens, but the model 400; they do not belong together"):
         suite_text.reader_of(str(tokenized), ModelConfig.from_preset("debug", vocab_size=400))
