@@ -17,7 +17,7 @@ _INDENT = 12  # columns of a status, under which a long line goes on
 
 
 class ProgressDisplay:
-    """A :class:`~.keeping.GridWatcher`: a bar on a terminal, else a line per finished cell. A context manager."""
+    """A :class:`~.grid.GridWatcher`: a bar on a terminal, else a line per finished cell. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
