@@ -17,7 +17,7 @@ from typing import Any
 
 from . import typed
 from .cell import Case
-from .errors import InputError
+from .errors import InputError, as_input
 from .flag_values import known_backend
 from .kinds import make_case
 from .kinds.kind import model_word
@@ -48,10 +48,8 @@ class SuiteFile:
         if unknown := [name for name in self.peers if name not in PEERS]:
             raise InputError(f"peers: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
         for name in self.backends:
-            try:
+            with as_input("backends: "):
                 known_backend(name)
-            except InputError as error:
-                raise InputError(f"backends: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

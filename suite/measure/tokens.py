@@ -6,10 +6,9 @@ which much attention goes) stands in front of every window and is not predicted.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from attnsuite.models.text import random_windows, windows
 from attnsuite.models.tokenizer import JSON, RANKS
 from attnsuite.models.weights import TEXT
 
-from ..errors import InputError
+from ..errors import InputError, as_input
 
 BYTE_VOCABULARY = 256
 Bytes = UInt8[np.ndarray, " length"]
@@ -70,7 +69,7 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
     directory = Path(model)
     is_named = model == TEXT or model in PRESETS  # also where a directory has that name
     if not is_named and any((directory / name).is_file() for name in (JSON, RANKS)):
-        with _as_input():
+        with as_input():
             found = load_tokenizer(directory)
             front = tuple(found.encode(""))
         if found.vocab_size > config.vocab_size:
@@ -80,7 +79,7 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
             )
 
         def encode(data: Bytes) -> Int[np.ndarray, " tokens"]:
-            with _as_input():
+            with as_input():
                 tokens = found.encode(data.tobytes().decode("utf-8", errors="replace"))
             return np.array(tokens[len(front) :] if tuple(tokens[: len(front)]) == front else tokens, np.int32)
 
@@ -91,15 +90,6 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
         f"model {model!r} has {config.vocab_size} tokens and no tokenizer beside it; text needs a byte-level model "
         f"({BYTE_VOCABULARY}), or {JSON} or {RANKS} in the checkpoint's directory."
     )
-
-
-@contextlib.contextmanager
-def _as_input() -> Iterator[None]:
-    """What is wrong with a tokenizer is wrong with the user's input."""
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def unigram_bits(rows: Rows) -> float:

@@ -19,7 +19,7 @@ from attnsuite.models.kascade.calibration import QueriesAndKeys, calibrate
 from attnsuite.models.kascade.loss_search import schedule_by_loss
 
 from ... import files
-from ...errors import InputError
+from ...errors import InputError, as_input
 from ...measure.tokens import BYTE_VOCABULARY, BYTES, reader_of
 from ...named_model import checkpoint_of
 from ...user_function import check_reference, is_reference, load_module
@@ -51,7 +51,7 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             raise InputError(f"{flag} {value} must be at least {least}.")
     if request.random_tokens and request.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
-    try:
+    with as_input():
         Settings(**request.settings)
         progress("opening the model")
         flags = request.schedule_flags
@@ -70,8 +70,6 @@ def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Pat
             number = flags.number_of_anchors(calibration.num_layers)
             return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
         return path, calibration, flags.made(calibration)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def _of_function(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
