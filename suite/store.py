@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from . import files, typed
@@ -62,9 +61,7 @@ class RunStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.close()
 
     def append(self, records: Iterable[Record]) -> None:
