@@ -248,17 +248,12 @@ def on_device(each: Running, context: RunContext) -> None:
         return
     try:
         answer = each.ask(context.limits.seconds, work.on_device, each.cell.key, secrets.randbits(32))
-        found = answered(answer, _OnDevice)
+        seconds, cached, state = answered(answer, tuple[tuple[Real, ...], tuple[Real, ...], dict[str, Scalar]])
     except CellFailure as failure:
         note = f"the device's own time is not known: {failure}"
         each.outcome = dataclasses.replace(each.outcome, notes=(*each.outcome.notes, note))
         return
-    each.outcome = dataclasses.replace(
-        each.outcome,
-        device_seconds=found.device_seconds,
-        cached_seconds=found.cached_seconds,
-        accelerator=found.accelerator,
-    )
+    each.outcome = dataclasses.replace(each.outcome, device_seconds=seconds, cached_seconds=cached, accelerator=state)
     _check_plausible(each, context)
 
 
@@ -293,15 +288,6 @@ class _Sample:
 
     seconds: Real
     spent: Real
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _OnDevice:
-    """The answer to a request for the device's own time, and the state of the device after it."""
-
-    device_seconds: tuple[Real, ...]
-    cached_seconds: tuple[Real, ...]
-    accelerator: dict[str, Scalar]
 
 
 def _judge(each: Running, reference: Path, context: RunContext, references: References) -> None:
