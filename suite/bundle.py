@@ -255,16 +255,15 @@ class _Names:
             user = ""
         return _Names(str(Path.home()), user, socket.gethostname())
 
-    def without(self, value: Any, key: str = "", *, free: bool = False) -> Any:
+    def without(self, value: Any, *, free: bool = False) -> Any:
         """``value`` as JSON has it, without paths; in free text also without the two names. A node gets no name."""
         if isinstance(value, dict):
             inner = {
-                self._text(name, free=False): self.without(x, name, free=free or name in _FREE)
-                for name, x in value.items()
+                self._text(name, free=False): self.without(x, free=free or name in _FREE) for name, x in value.items()
             }
             return {name: x for name, x in inner.items() if name != "node"}
         if isinstance(value, list):
-            return [self.without(x, key, free=free) for x in value]
+            return [self.without(x, free=free) for x in value]
         return self._text(value, free=free) if isinstance(value, str) else value
 
     def _text(self, text: str, *, free: bool) -> str:

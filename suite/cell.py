@@ -81,35 +81,17 @@ class Outcome(Measured):
     accelerator: dict[str, Scalar] | None = None
 
 
-class Timed(Protocol):
-    """A program that is ready to be sampled (``measure/execution.py``)."""
-
-    call: int
-
-    @property
-    def saved_outputs(self) -> Any:
-        """The outputs of call ``call`` of the last sample."""
-        ...
-
-    def sample(self, seed: int) -> float:
-        """Mean seconds per call, on inputs that follow from ``seed`` and from the number of the call."""
-        ...
-
-    def on_device(self, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds that an accelerator computed: of some calls, and of some on inputs that were in its cache."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
     """A cell that ran once.
 
-    ``timed`` is None where nothing is timed. ``answers`` gives the outputs by name for the inputs of a seed, and
+    ``timed`` is its program, ready to be sampled (``measure/execution.py: Timed``, or what has the same methods); None
+    where nothing is timed. ``answers`` gives the outputs by name for the inputs of a seed, and
     ``named`` those of a timed call; None where the cell brings its own comparison.
     """
 
     outcome: Outcome
-    timed: Timed | None = None
+    timed: Any = None
     answers: Callable[[int], Mapping[str, Any]] | None = None
     named: Callable[[Any], Mapping[str, Any]] | None = None
 

@@ -17,7 +17,7 @@ from attnsuite.backends.choices import Choice, Source, decide, merged, problem_o
 from attnsuite.backends.resolve import PRIORITY
 
 from . import files
-from .errors import InputError
+from .errors import InputError, as_input
 from .kinds import kind_of, make_case
 from .kinds.tuning_case import TUNING
 from .peers import PEERS
@@ -104,10 +104,8 @@ def extended(path: Path, sources: Iterable[Source]) -> tuple[Source, ...]:
 
     Raises InputError for a file that is no policy.
     """
-    try:
+    with as_input(f"{path} would be extended, but ", " Or name another file."):
         before = load_policy(path).sources if path.exists() else ()
-    except ValueError as error:
-        raise InputError(f"{path} would be extended, but {error} Or name another file.") from error
     return merged((*before, *sources))
 
 

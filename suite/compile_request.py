@@ -20,7 +20,7 @@ from attnsuite.models import PRESETS
 from .compile import topologies
 from .compile.programs import model_config
 from .compile_run import CompileGrid
-from .errors import InputError
+from .errors import InputError, as_input
 from .flag_values import is_whole, names_of
 from .grid.run_grid import RunGrid
 from .grid.running import Limits
@@ -133,10 +133,8 @@ def _known_target(name: str) -> Target:
         raise InputError(
             f"target {name!r} cannot be compiled for; use {', '.join(topologies.KINDS)}, or a slice such as v5e:4x4."
         )
-    try:
+    with as_input():
         return Target.named(name)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def _known_kernel(name: str) -> str:

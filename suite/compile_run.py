@@ -28,7 +28,7 @@ from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Worker
 from .grid.references import References
-from .grid.running import RunContext, Running, outcome_of
+from .grid.running import RunContext, Running, answered
 from .grid.shared_process import Restarting
 from .kinds import kind, problem_of
 from .kinds.attention_call import OpCase
@@ -222,7 +222,7 @@ class _Compiler:
         call = (compiled, cell.case, cell.row, self._target, process.dump)
         try:
             notes = () if not is_user_function or each.ask(seconds, work.confined) else (work.UNCONFINED,)
-            outcome = outcome_of(each.ask(seconds, *call))
+            outcome = answered(each.ask(seconds, *call), Outcome)
             each.outcome = dataclasses.replace(outcome, notes=(*outcome.notes, *notes))
             lasting = each.outcome.status != "unsupported"
         except (CellFailure, InputError) as failure:

@@ -6,7 +6,9 @@ status and the error of one record; the run goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 from .record import Status
 
@@ -22,6 +24,21 @@ class CellFailure(RuntimeError):  # noqa: N818 (it is a result, not a fault of t
         super().__init__(message)
         self.status: Status = status
         self.message = message
+
+
+@contextlib.contextmanager
+def as_input(before: str = "", after: str = "") -> Iterator[None]:
+    """Inside, a ValueError becomes an InputError, whose message is that of the error between ``before`` and ``after``.
+
+    >>> with as_input("--size: ", "."):
+    ...     int("two", 3)
+    Traceback (most recent call last):
+    attnsuite.suite.errors.InputError: --size: invalid literal for int() with base 3: 'two'.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{before}{error}{after}") from error
 
 
 def jax_does_not_start(failure: CellFailure) -> InputError:

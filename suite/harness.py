@@ -109,8 +109,9 @@ class SuiteLM(TemplateLM):
             raise InputError(f"truncation_side={truncation_side!r} must be left or middle.")
         with checkpoint_of(model) as directory:
             overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-            self._model = model_of(str(directory), "model", **overrides)
-            self._reader = reader_of(str(directory), self._model.config)
+            place = str(directory.resolve())  # a relative one may be called as a model is
+            self._model = model_of(place, "model", **overrides)
+            self._reader = reader_of(place, self._model.config)
             self._ends = _end_tokens(directory)
         flags = {
             "calibration": calibration,

@@ -21,7 +21,7 @@ from typing import Any
 from attnsuite.backends import AttentionSpec
 from attnsuite.backends.choices import Choice, Source, lookup_key, problem_of
 
-from .errors import InputError
+from .errors import InputError, as_input
 from .kinds.attention_call import OpCase
 from .kinds.tuning_case import TUNING
 from .record import Record
@@ -149,12 +149,10 @@ def _tokamax(path: Path, data: bytes, found: Imported, digest: str) -> Iterator[
             f"--import {path}: {folder}/{kernel}.json is not accepted; this project calls {', '.join(sorted(kernels))} "
             f"and reads them in the folders {', '.join(sorted(_DEVICES))}."
         )
-    try:
+    with as_input(f"--import {path} is no table of tokamax: ", "."):
         table = parse_json(data)
         if not isinstance(table, dict) or not all(isinstance(configs, dict) for configs in table.values()):
-            raise ValueError("it is no object of objects")  # noqa: TRY301
-    except ValueError as error:
-        raise InputError(f"--import {path} is no table of tokamax: {error}.") from error
+            raise ValueError("it is no object of objects")
     found.source, found.device = f"tokamax, {folder}/{kernel}.json (SHA-256 {digest})", f"tpu:{_DEVICES[folder]}"
     for problem, configs in table.items():
         try:

@@ -39,6 +39,8 @@ from .store import RECORDS, RunStore
 
 INVALID = "INVALID: no better than a unigram model that knows the frequencies of these tokens"
 _GIB = 2**30
+_Compared = tuple[dict[str, float], dict[str, tuple[float, ...]], str]  # figures, series, and a line
+_ALONE: _Compared = ({}, {}, "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class StreamRequest:
     model: str
     text: TextFile | None
     random_tokens: bool
-    sequence: int
+    seq_len: int
     sequences: int
     batch: int
     backend: str
@@ -74,15 +76,6 @@ class StreamRequest:
     flags: Mapping[str, Any]
     against: str | None
     out: Path
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """The result: lines to print, the record, and the path where it was written."""
-
-    lines: tuple[str, ...]
-    record: Record
-    path: Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,8 +93,8 @@ class _Attention:
         return "+".join(dict.fromkeys(found.backend.name for _, found in self.resolutions))
 
 
-def run(request: StreamRequest) -> Measured:
-    """Measure and write the record. Raises InputError."""
+def run(request: StreamRequest) -> tuple[Record, tuple[str, ...]]:
+    """Measure and write the record; returns it, and lines to print. Raises InputError."""
     baseline, begin, started = mark_baseline(), time.perf_counter(), now()
     if (request.out / RECORDS).is_file():
         raise InputError(f"--out {request.out} has records already; choose another directory.")
@@ -113,7 +106,7 @@ def run(request: StreamRequest) -> Measured:
             rows, bytes_per_token = _tokens(request, checkpoint.config)
             with RunStore(request.out, resume=False) as store:  # before the work, in case it is not writable
                 nats = _nats(request, checkpoint, rows, attention)
-                compared = None if other is None else _compared(nats, _nats(request, checkpoint, rows, other), other)
+                compared = _ALONE if other is None else _compared(nats, _nats(request, checkpoint, rows, other), other)
                 seconds, used = time.perf_counter() - begin, high_water(baseline)
                 outcome, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token, compared)
                 record = record_of(
@@ -134,16 +127,7 @@ def run(request: StreamRequest) -> Measured:
         f"memory: {used / _GIB:.2f} GiB more than at the start ({baseline.method}), "
         f"for parameters of {size / _GIB:.2f} GiB, read layer by layer"
     )
-    return Measured((*attention.lines, *figures, cost, f"time: {seconds:.0f} s"), record, request.out / RECORDS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Compared:
-    """The figures, series and line of a paired comparison, sequence by sequence."""
-
-    figures: dict[str, float]
-    series: dict[str, tuple[float, ...]]
-    line: str
+    return record, (*attention.lines, *figures, cost, f"time: {seconds:.0f} s")
 
 
 def _nats(request: StreamRequest, checkpoint: Checkpoint, rows: np.ndarray, attention: _Attention) -> np.ndarray:
@@ -161,7 +145,7 @@ def _against(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     resolutions = resolve_attention(
         checkpoint.config,
         batch=request.batch,
-        query_length=request.sequence - 1,
+        query_length=request.seq_len - 1,
         needs_grad=False,
         backend=request.against or "auto",
         on_unavailable="raise",
@@ -170,11 +154,11 @@ def _against(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
 
 
 def _compared(nats: np.ndarray, theirs: np.ndarray, other: _Attention) -> _Compared:
-    """Nats per token more than ``theirs``, with a 95% interval over the sequences."""
+    """Nats per token more than ``theirs``, paired by sequence, with a 95% interval over the sequences."""
     mine, beside = (tuple(map(float, x.mean(1))) for x in (nats, theirs))
     lost = paired_difference(mine, beside) if np.isfinite((mine, beside)).all() else None
     if lost is None:
-        return _Compared({}, {}, f"compared with {other.name}: nothing, since losses are not finite")
+        return {}, {}, f"compared with {other.name}: nothing, since losses are not finite"
     figures = {"against_perplexity": float(np.exp(np.mean(beside))), "nats_lost": lost.value}
     sentence = "no interval below 6 sequences"
     if lost.low is not None and lost.high is not None:
@@ -184,21 +168,21 @@ def _compared(nats: np.ndarray, theirs: np.ndarray, other: _Attention) -> _Compa
         f"compared with {other.name} on the same tokens: perplexity {figures['against_perplexity']:.4f}; "
         f"{lost.value:+.4f} nats per token lost ({sentence}, paired by sequence)"
     )
-    return _Compared(figures, {"against_nll": beside}, line)
+    return figures, {"against_nll": beside}, line
 
 
 def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:
     """Windows of tokens, and the bytes per token; None for random tokens."""
     if request.random_tokens:
-        shape = (request.sequences, request.sequence)
+        shape = (request.sequences, request.seq_len)
         return np.random.default_rng(0).integers(0, config.vocab_size, shape), None
     data = load_text().held_out if request.text is None else load_text(request.text, held_out=0.0).train
-    return reader_of(request.model, config).spread(data, request.sequence, request.sequences)
+    return reader_of(request.model, config).spread(data, request.seq_len, request.sequences)
 
 
 def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
     """The attention, resolved and planned once before anything is measured, so that a refusal comes first."""
-    config, length = checkpoint.config, request.sequence - 1
+    config, length = checkpoint.config, request.seq_len - 1
     options, sources = options_of(request.backend, request.options, request.flags, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendFallbackWarning)  # said below
@@ -256,7 +240,7 @@ def _judged(
     rows: np.ndarray,
     nats: np.ndarray,
     bytes_per_token: float | None,
-    compared: _Compared | None,
+    compared: _Compared,
 ) -> tuple[Outcome, tuple[str, ...]]:
     """What was measured, and its figures as lines. A loss that is not finite has no figure: the status is ``wrong``."""
     finite, low = bool(np.isfinite(nats).all()), unigram_bits(rows)
@@ -267,6 +251,7 @@ def _judged(
     for selected in attention.selected:
         quality |= selected.figures
     error, notes, lines = None, [*attention.lines], []
+    more, series, line = compared
     if finite:
         mean = float(nats.mean())
         quality |= {"perplexity": float(np.exp(mean)), "nll_mean": mean}
@@ -275,9 +260,8 @@ def _judged(
             mine, other = bits(mean, bytes_per_token), low / bytes_per_token
             quality |= {"bits_per_byte": mine, "unigram_bits_per_byte": other}
             lines.append(f"bits per byte: {mine:.4f}, unigram model: {other:.4f}")
-        if compared is not None:
-            quality |= compared.figures
-            lines.append(compared.line)
+        quality |= more
+        lines += filter(None, [line])
         if mean / np.log(2) >= low:
             lines.append(INVALID)
             notes.append(INVALID)
@@ -294,16 +278,16 @@ def _judged(
         notes=(*notes, *_flags(request, attention)),
         tokens=int(nats.size),
         quality=quality,
-        series={"nll": tuple(map(float, nats.mean(1))), **(compared.series if compared else {})} if finite else {},
+        series={"nll": tuple(map(float, nats.mean(1))), **series} if finite else {},
     )
     return outcome, tuple(lines)
 
 
 def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) -> Cell:
-    name = f"perplexity-{Path(request.model).resolve().name}-s{request.sequence}-{config.dtype}"
+    name = f"perplexity-{Path(request.model).resolve().name}-s{request.seq_len}-{config.dtype}"
     found = [resolution for _, resolution in attention.resolutions]
     return Cell(
-        case=StreamedText(name, request.model, request.sequence, request.sequences, config.dtype),
+        case=StreamedText(name, request.model, request.seq_len, request.sequences, config.dtype),
         row=request.backend,
         target=str(Target.here()),
         resolved=attention.name,

@@ -36,7 +36,7 @@ class Description:
 def read(mask: Bool[np.ndarray, "#batch #heads #q_len #kv_len"], spec: AttentionSpec) -> Description | None:
     """The first form that equals ``mask`` for every entry of the batch; None where none does."""
     batch, queries, keys = spec.batch, spec.query_length, spec.key_value_length
-    if (mask != mask[:, :1]).any():
+    if mask.shape[0] not in (1, batch) or (mask != mask[:, :1]).any():  # of a query with two axes in front
         return None
     whole = np.broadcast_to(mask[:, 0], (batch, queries, keys))
     return next((description for form, description in _forms(whole) if (form == whole).all()), None)
@@ -97,7 +97,7 @@ def _shortened(lengths: Int[np.ndarray, " b"]) -> str:
 
 
 def cost(mask: Bool[np.ndarray, "..."], description: Description, spec: AttentionSpec) -> Interval | None:
-    """The time of the call with the array relative to the call with ``said``, both jitted, in the same rounds."""
+    """The time of the call with the array relative to that with ``description``, both jitted, in the same rounds."""
     rng = np.random.default_rng(0)
     heads = {"query": (spec.query_length, spec.num_heads), "key": (spec.key_value_length, spec.num_kv_heads)}
     query, key = (

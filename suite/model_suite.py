@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cell import Case
-from .errors import InputError
+from .errors import as_input
 from .kinds import built_in, extensions
 from .kinds.extension import Extension
 from .kinds.kind import Dtype, Least
@@ -57,11 +57,8 @@ def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
 
     from .named_model import absolute, checkpoint_of  # noqa: PLC0415 (flax)
 
-    with checkpoint_of(flags.model) as directory:
-        try:
-            config = read_config(directory)
-        except ValueError as error:
-            raise InputError(f"--model {flags.model!r}: {error}") from error
+    with checkpoint_of(flags.model) as directory, as_input(f"--model {flags.model!r}: "):
+        config = read_config(directory)
     added = [model_suites()[flags.suite]] if flags.suite else _added(backends)
     shared: dict[str, Any] = {"model": absolute(flags.model), "sequence": flags.sequence}
     of_text, dtype = shared | {"sequences": SEQUENCES}, {"dtype": flags.dtype or config.dtype}

@@ -44,7 +44,7 @@ class Found:
     """The features and dtypes of a function.
 
     ``error`` is what it raised where it could not be called at all. ``misshapen`` says what is wrong with the shape or
-    dtype of its output.
+    dtype of its output, or that it is not finite.
     """
 
     features: frozenset[Feature]
@@ -83,6 +83,7 @@ def found_out(function: Callable[..., Any]) -> Found:
         if misshapen := probe.fault():
             return Found(frozenset({"bidirectional", "gradient"}), misshapen=misshapen)
         is_causal = probe.nearer(causal, spec, {})
+        misshapen = "" if both or is_causal or probe.is_finite() else "its output is not finite."
     except (Exception, SystemExit) as error:  # noqa: BLE001 (anything that a function raises)
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Found(frozenset({"bidirectional", "gradient"}), error=error_text)
@@ -103,7 +104,7 @@ def found_out(function: Callable[..., Any]) -> Found:
     }
     features |= {name for name, sizes in shapes.items() if probe.has_shape(dataclasses.replace(plain, **sizes))}
     dtypes = tuple(dtype for dtype in DTYPES[:3] if probe.has_shape(dataclasses.replace(plain, dtype=dtype)))
-    return Found(frozenset(features), dtypes)
+    return Found(frozenset(features), dtypes, misshapen=misshapen)
 
 
 def _feature_problems(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any], Layout | Terms | None]]:
@@ -136,6 +137,10 @@ class _Probe:
         from attnsuite.testing import shapes  # noqa: PLC0415 (only a function of a user's needs it)
 
         return shapes.fault_of(self._outline(self.spec), self.spec)
+
+    def is_finite(self) -> bool:
+        """Whether all numbers of an output are finite: NaN is near no meaning."""
+        return bool(np.isfinite(np.asarray(self._program({})(*_inputs(self.spec)), np.float64)).all())
 
     def nearer(
         self,

@@ -14,11 +14,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from . import files, typed
-from .errors import InputError
+from .errors import InputError, as_input
 from .kinds import checked, extensions
 from .record import Record, RecordError
 from .typed import Scalar, Size
@@ -62,9 +61,7 @@ class RunStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.close()
 
     def append(self, records: Iterable[Record]) -> None:
@@ -221,11 +218,9 @@ def require_run(directory: Path) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """The identity of the run in this directory. Raises InputError where there is none or it cannot be read."""
     path = directory / MANIFEST
-    try:
+    with as_input(f"{path} is damaged or of another version: ", "."):
         data = typed.read_json(path)
         return typed.convert(_converted(data) if isinstance(data, dict) else data, Manifest)
-    except ValueError as error:
-        raise InputError(f"{path} is damaged or of another version: {error}.") from error
 
 
 def _converted(data: dict[str, Any]) -> dict[str, Any]:

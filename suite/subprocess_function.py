@@ -93,10 +93,11 @@ def register_in_subprocess(reference: str, start: Start) -> None:
     if reference in registry.names():
         return
     process = start(None)
-    found = msgspec.convert(process.ask(found_out, reference), _Found)
-    takes = Takes(features=frozenset(found.features), dtypes=found.dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
-    function = SubprocessFunction(reference, process, found.description)
-    registry.register(from_function(function, takes=takes, name=reference, exact=found.exact))
+    answer = process.ask(found_out, reference)
+    features, dtypes, exact, description = msgspec.convert(answer, tuple[frozenset[str], tuple[str, ...], bool, str])
+    takes = Takes(features=features, dtypes=dtypes, modes=("native", "compile"))  # pyright: ignore[reportArgumentType]
+    function = SubprocessFunction(reference, process, description)
+    registry.register(from_function(function, takes=takes, name=reference, exact=exact))
 
 
 def subprocess_function_of(backend: Any) -> SubprocessFunction | None:
@@ -105,20 +106,11 @@ def subprocess_function_of(backend: Any) -> SubprocessFunction | None:
     return function if isinstance(function, SubprocessFunction) else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    features: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    exact: bool
-    description: str
-
-
-def found_out(reference: str) -> dict[str, Any]:
-    """In the function's process: what it takes."""
+def found_out(reference: str) -> tuple[list[str], tuple[str, ...], bool, str]:
+    """In the function's process: its features and dtypes, whether it is exact, and what was found out of it."""
     backend, description = load(reference)
     registry.register(backend)
-    features = tuple(sorted(backend.declared.features))
-    return dataclasses.asdict(_Found(features, backend.declared.dtypes, backend.exact, description))
+    return sorted(backend.declared.features), backend.declared.dtypes, backend.exact, description
 
 
 def outline(name: str, reference: str, settings: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict:

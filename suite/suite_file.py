@@ -17,9 +17,10 @@ from typing import Any
 
 from . import typed
 from .cell import Case
-from .errors import InputError
+from .errors import InputError, as_input
 from .flag_values import known_backend
 from .kinds import make_case
+from .kinds.kind import model_word
 from .peers import PEERS
 
 MOST_CASES = 10_000  # of one table
@@ -47,10 +48,8 @@ class SuiteFile:
         if unknown := [name for name in self.peers if name not in PEERS]:
             raise InputError(f"peers: {', '.join(map(repr, unknown))} is no peer; use {', '.join(PEERS)}.")
         for name in self.backends:
-            try:
+            with as_input("backends: "):
                 known_backend(name)
-            except InputError as error:
-                raise InputError(f"backends: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,9 +119,16 @@ def _swept(table: Mapping[str, Any]) -> list[Case]:
     if len({case.name for case in cases}) == len(cases):
         return cases
     lists = [key for key, value in table.items() if isinstance(value, list)]
-    values = ["-".join(f"{key}{each[key]}" for key in lists) for each in tables]
+    values = ["-".join(f"{key}{_spelled(each[key], table[key])}" for key in lists) for each in tables]
     named = zip(tables, cases, values, strict=True)
     return [make_case({**each, "name": f"{case.name}-{value}"}) for each, case, value in named]
+
+
+def _spelled(value: Any, values: list[Any]) -> str:
+    """A value of a sweep as a case's name may have it, with its place where another value is spelled alike."""
+    word = model_word(str(value))
+    alike = any(other != value and model_word(str(other)) == word for other in values)
+    return f"{word}-{values.index(value) + 1}" if alike else word
 
 
 def expanded(table: Mapping[str, Any]) -> list[dict[str, Any]]:

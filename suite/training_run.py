@@ -35,7 +35,7 @@ from attnsuite.models.training import Batch, Step, Trained, compiled_step, train
 from attnsuite.models.weights import save
 
 from . import files, typed
-from .errors import InputError
+from .errors import InputError, as_input
 from .layerwise_perplexity import options_of
 from .measure.environment import describe
 from .named_model import model_of
@@ -291,19 +291,15 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 def _restored(saved: SavedSteps, step: int, like: Any) -> Any:
-    try:
+    with as_input("--resume: "):
         return saved.restore(step, like)
-    except ValueError as error:
-        raise InputError(f"--resume: {error}") from error
 
 
 def _keep(path: Path, done: int) -> list[float]:
     """Cut the losses file after ``done`` lines, since later steps run again; returns the losses that are kept."""
     lines = path.read_bytes().splitlines()[:done] if path.is_file() else []
-    try:
+    with as_input(f"--resume: {path} holds a line that is no loss (", "); start the run again."):
         losses = [typed.convert(typed.parse_json(line), Loss).loss for line in lines]
-    except ValueError as error:
-        raise InputError(f"--resume: {path} holds a line that is no loss ({error}); start the run again.") from error
     if len(losses) < done:
         raise InputError(f"--resume: {path} has {len(losses)} losses, but step {done} was saved; start the run again.")
     files.write_text(path, "".join(f"{line.decode()}\n" for line in lines))

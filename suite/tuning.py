@@ -32,7 +32,7 @@ from .compile import topologies, tpu_schedules
 from .compile.candidates import NO_SPILLS, compile_candidate, compile_kernels
 from .compile.programs import op_program as abstract_program
 from .diagnosis import examine_here
-from .errors import CellFailure, InputError
+from .errors import CellFailure, InputError, as_input
 from .flag_values import known_backend
 from .grid import folders, work
 from .grid.execute import execute
@@ -228,14 +228,12 @@ def _candidates(backend: Any, case: OpCase, target: Target, fixed: Mapping[str, 
 
     A fixed option is not tried.
     """
-    try:
+    with as_input("--options: "):
         if fixed:
             program = abstract_program(case, backend, target, fixed)
             jax.eval_shape(program.function, *program.arguments)
         default = dict(backend.defaults(spec_of(case), target, fixed))
         others = map(dict, backend.candidates(spec_of(case), target, fixed))
-    except ValueError as error:
-        raise InputError(f"--options: {error}") from error
     tried = [{name: value for name, value in each.items() if name not in fixed} for each in (default, *others)]
     return [each for i, each in enumerate(tried) if each not in tried[:i]]
 

@@ -16,7 +16,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from ..cell import Cell
@@ -104,9 +103,7 @@ class Fleet:
         self._remote = self._ray.remote(self._request.work)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
             closing = [member.actor.close.remote() for member in self._members.values() if member.actor is not None]
             if closing:
@@ -244,8 +241,8 @@ class Fleet:
         """Refuse a node that does not belong to this run."""
         environment = member.environment
         packages = self._request.packages
-        if reason := _not_as_requested(environment, packages):
-            self._refuse(member, reason)
+        if lacking := _unlike(environment.get("versions", {}), packages, "asked for"):
+            self._refuse(member, "; ".join(lacking))
         elif not self._request.any_versions and (reason := _other_versions(environment, packages)):
             self._refuse(member, f"{reason}; --any-versions takes the nodes' own")
         elif self._first is not None and (reason := _differences(self._first, (environment, member.cells))):
@@ -353,14 +350,13 @@ def _runtime_env(packages: Mapping[str, str]) -> dict[str, Any] | None:
     return {"uv": {"packages": _requirements(packages), "uv_pip_install_options": []}}  # with uv's cache
 
 
-def _not_as_requested(found: Environment, packages: Mapping[str, str]) -> str:
-    """Which of the packages that Ray was to install a node does not have."""
-    its = found.get("versions", {})
-    return "; ".join(
-        f"{name} is {its.get(name, 'missing')}, asked for {version}"
-        for name, version in packages.items()
-        if its.get(name) != version
-    )
+def _unlike(its: Mapping[str, Any], wanted: Mapping[str, Any], word: str) -> list[str]:
+    """What is not as wanted, each with what it is; ``word`` says why it is wanted."""
+    return [
+        f"{name} is {its.get(name, 'missing')}, {word} {value}"
+        for name, value in wanted.items()
+        if its.get(name) != value
+    ]
 
 
 def _other_versions(found: Environment, but: Collection[str]) -> str:
@@ -370,21 +366,15 @@ def _other_versions(found: Environment, but: Collection[str]) -> str:
     """
     mine = here.versions() | {"source": here.source_digest()}
     its = {**found.get("versions", {}), "source": found.get("source", "")}
-    return "; ".join(
-        f"{name} is {its[name]}, here {mine[name]}"
-        for name in mine
-        if name not in but and its.get(name, mine[name]) != mine[name]
-    )
+    both = {name: value for name, value in mine.items() if name in its and name not in but}
+    return "; ".join(_unlike(its, both, "here"))
 
 
 def _differences(first: tuple[Environment, list[Cell]], other: tuple[Environment, list[Cell]]) -> str:
     """In what a node differs from the nodes that the run began with; empty where their figures belong together."""
     names = ("target", "versions", "source", "git_revision", "flags", *MACHINE_KIND)
-    reasons = [
-        f"{name.replace('_', ' ')} is {other[0].get(name)}, was {first[0].get(name)}"
-        for name in names
-        if first[0].get(name) != other[0].get(name)
-    ]
+    mine, its = ({name.replace("_", " "): node[0].get(name) for name in names} for node in (first, other))
+    reasons = _unlike(its, mine, "was")
     if not reasons and _rows(first[1]) != _rows(other[1]):
         changed = {key for key, *_ in _rows(first[1]) ^ _rows(other[1])}
         reasons = [f"other backends would run in {', '.join(sorted(changed)[:3])}"]

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -77,6 +76,8 @@ class Worker:
             env=os.environ | variables,
             start_new_session=True,  # Ctrl-C is the runner's business
         )
+        self._stdin: Any = self._process.stdin
+        self._stdout: Any = self._process.stdout
         self._buffer = b""
         self._resident = 0
         self._closed = False
@@ -85,9 +86,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ask(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -131,10 +130,9 @@ class Worker:
         self._closed = True
         self.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for pipe in (self._stdin, self._stdout, self._stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()
         self._folder.cleanup()
 
     def kill(self) -> None:
@@ -161,14 +159,6 @@ class Worker:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
-
-    @property
-    def _stdin(self) -> Any:
-        return self._process.stdin
-
-    @property
-    def _stdout(self) -> Any:
-        return self._process.stdout
 
     def _read_line(self, seconds: float) -> bytes:
         awake, before = 0.0, time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -17,7 +16,7 @@ _INDENT = 12  # columns of a status, under which a long line goes on
 
 
 class ProgressDisplay:
-    """A :class:`~.keeping.GridWatcher`: a bar on a terminal, else a line per finished cell. A context manager."""
+    """A :class:`~.grid.GridWatcher`: a bar on a terminal, else a line per finished cell. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -46,9 +45,7 @@ class ProgressDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def begin(self, total: int, finished: int) -> None:

@@ -17,7 +17,7 @@ from attnsuite.models import TextFile
 
 from .. import files, typed
 from ..cell import Case, Cell
-from ..errors import CellFailure, InputError, jax_does_not_start
+from ..errors import CellFailure, InputError, as_input, jax_does_not_start
 from ..flag_values import names_of
 from ..kinds import extensions, kind_of, make_case, with_flags
 from ..measure.accelerator import used_by_others
@@ -290,10 +290,8 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
             raise jax_does_not_start(failure) from failure
     if source_files := digests(request.backends):
         answer["environment"]["source_files"] = source_files
-    try:
+    with as_input("what this machine says of itself cannot be recorded: ", "."):
         return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell], decode)
-    except ValueError as error:
-        raise InputError(f"what this machine says of itself cannot be recorded: {error}.") from error
 
 
 def _chosen(pool: tuple[Case, ...], patterns: str | None, shard: Shard | None) -> tuple[Case, ...]:
@@ -306,10 +304,8 @@ def _machine(directory: Path | None, watcher: Watcher) -> Machine:
     """The machine's measured ceilings: measured once per run and written to its directory, if it has one here."""
     path = None if directory is None else directory / MACHINE
     if path is not None and path.is_file():
-        try:
+        with as_input(f"{path}: ", "; remove it, and the machine is measured again."):
             return typed.convert(typed.read_json(path), Machine)
-        except ValueError as error:
-            raise InputError(f"{path}: {error}; remove it, and the machine is measured again.") from error
     watcher.doing("", "", "measuring matmul peak and copy bandwidth")
     found = measured_machine()
     if path is not None:

@@ -110,10 +110,10 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
     return checked(record)
 
 
-def outcome_of(answer: Any) -> Outcome:
-    """The outcome in the answer of a cell's process. Raises CellFailure where it cannot be recorded."""
+def answered(answer: Any, type_: Any) -> Any:
+    """The answer of a cell's process as a ``type_``. Raises CellFailure where it cannot be recorded."""
     try:
-        return typed.convert(answer, Outcome)
+        return typed.convert(answer, type_)
     except ValueError as wrong:
         raise CellFailure("crashed", f"its figures cannot be recorded: {wrong}.") from wrong
 
@@ -200,8 +200,8 @@ def prepare(
     )
     seconds = context.limits.seconds * kind_of(each.cell.kind).patience(each.cell.case)
     try:
-        answer = each.ask(seconds, *call)
-        each.outcome, each.names_outputs = outcome_of(answer["outcome"]), answer["named"]
+        found = answered(each.ask(seconds, *call), _Ready)
+        each.outcome, each.names_outputs = found.outcome, found.named
         if reference is not None and references is not None and apart:
             _judge(each, reference, context, references)
     except (CellFailure, InputError) as failure:
@@ -219,7 +219,7 @@ def sample(each: Running, context: RunContext, references: References | None = N
     """
     before, slept, seed = each.wall, each.worker.slept, secrets.randbits(32)
     answer = each.ask(context.limits.seconds, work.sample, each.cell.key, seed)
-    found = typed.convert(answer, _Sample)
+    found = answered(answer, _Sample)
     if each.worker.slept > slept:  # the time for which the run was stopped may be in the sample
         return False
     each.samples.append(found.seconds)
@@ -248,17 +248,12 @@ def on_device(each: Running, context: RunContext) -> None:
         return
     try:
         answer = each.ask(context.limits.seconds, work.on_device, each.cell.key, secrets.randbits(32))
-        found = typed.convert(answer, _OnDevice)
-    except (CellFailure, ValueError) as failure:
+        seconds, cached, state = answered(answer, tuple[tuple[Real, ...], tuple[Real, ...], dict[str, Scalar]])
+    except CellFailure as failure:
         note = f"the device's own time is not known: {failure}"
         each.outcome = dataclasses.replace(each.outcome, notes=(*each.outcome.notes, note))
         return
-    each.outcome = dataclasses.replace(
-        each.outcome,
-        device_seconds=found.device_seconds,
-        cached_seconds=found.cached_seconds,
-        accelerator=found.accelerator,
-    )
+    each.outcome = dataclasses.replace(each.outcome, device_seconds=seconds, cached_seconds=cached, accelerator=state)
     _check_plausible(each, context)
 
 
@@ -271,11 +266,20 @@ def profile(each: Running, context: RunContext) -> None:
     name = f"{each.cell.case.name}-{each.cell.row}{devices}"
     try:
         folder = context.profile.resolve()
-        warnings = each.worker.ask(context.limits.seconds, work.profiled, each.cell.key, folder, name)
+        answer = each.worker.ask(context.limits.seconds, work.profiled, each.cell.key, folder, name)
+        warnings = answered(answer, tuple[str, ...])
     except CellFailure as failure:
         warnings = [f"{name} was not profiled: {failure}"]
     for sentence in warnings:
         context.watcher.warn(sentence)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """The answer to a request to get ready: the outcome, and whether outputs of a timed call can be named."""
+
+    outcome: Outcome
+    named: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,15 +288,6 @@ class _Sample:
 
     seconds: Real
     spent: Real
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _OnDevice:
-    """The answer to a request for the device's own time, and the state of the device after it."""
-
-    device_seconds: tuple[Real, ...]
-    cached_seconds: tuple[Real, ...]
-    accelerator: dict[str, Scalar]
 
 
 def _judge(each: Running, reference: Path, context: RunContext, references: References) -> None:
@@ -314,7 +309,7 @@ def _recheck(each: Running, seed: int, context: RunContext, references: Referenc
     if not (each.cell.exact and each.outcome.status == "ok"):
         return  # an approximation is judged beside controls, and only whole
     with _outputs(each, context, work.saved_outputs) as (path, call):
-        errors = references.recheck(each.cell.case, path, seed, typed.convert(call, Size))
+        errors = references.recheck(each.cell.case, path, seed, answered(call, Size))
     if errors is not None and (sentence := tensor_errors.describe_failure(errors)):
         raise CellFailure("wrong", f"a timed call gave {sentence}")
 

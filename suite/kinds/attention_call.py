@@ -119,12 +119,15 @@ def judged_case(case: C, mode: str | None = "native") -> tuple[C, tuple[str, ...
     if mode == "interpret":
         slow, entries = "an interpreter", INTERPRETED_ENTRIES
     length = case.sequence
-    while case.batch * case.heads * min(case.query_length, length) * length > entries:
+    while length > 1 and case.batch * case.heads * min(case.query_length, length) * length > entries:
         length //= 2
     if length == case.sequence:
         return case, ()
-    note = f"accuracy was judged at sequence={length}: {slow} is too slow at sequence={case.sequence}."
-    return dataclasses.replace(case, sequence=length, name=f"{case.name[:190]}-judged"), (note,)
+    documents = min(case.documents, length)
+    fewer = "" if documents == case.documents else f" with documents={documents}"
+    note = f"accuracy was judged at sequence={length}{fewer}: {slow} is too slow at sequence={case.sequence}."
+    name = f"{case.name[:190]}-judged"
+    return dataclasses.replace(case, sequence=length, documents=documents, name=name), (note,)
 
 
 def _beside_controls(

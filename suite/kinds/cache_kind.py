@@ -17,6 +17,7 @@ class Cache(Kind):
     titles: ClassVar = {"cache_text": "cache, text"}
     case: ClassVar = CacheCase
     results: ClassVar = LOSS
+    needs_ceilings: ClassVar = False
     shares_process: ClassVar = True
 
     def rows(self, case: CacheCase) -> tuple[str, ...]:

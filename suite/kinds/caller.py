@@ -99,6 +99,8 @@ class CallerCase:
             raise InputError(f"case {self.name}: flax's layer keeps its cache as 'NHD'; leave kv_layout out.")
         if self.way != "layers" and self.layers != 1:
             raise InputError(f"case {self.name}: layers = {self.layers} is for way = 'layers'; leave it at 1.")
+        if self.way == "vmap" and self.gradient:
+            raise InputError(f"case {self.name}: way = 'vmap' is a forward pass; leave gradient at false.")
         if self.operand == "learned_bias" and not self.gradient:
             raise InputError(f"case {self.name}: operand = 'learned_bias' needs gradient = true; or use 'bias'.")
         if self.is_cache and (self.way != "jit" or self.tokens != 1 or self.gradient or self.operand != "none"):
@@ -260,10 +262,10 @@ def _attention_program(case: CallerCase, row: str, inputs: _Inputs) -> Program:
     attend = functools.partial(_attend(case, row), **flags)
     if case.way == "vmap":
         mapped = lambda q, k, v, x: attend(q[None], k[None], v[None], **x)[0]  # noqa: E731 (as a caller writes it)
-        per_entry = {name: name in ("mask", "key_value_seq_lengths") for name in operands}
-        operands = {name: x[:, None] if per_entry[name] else x for name, x in operands.items()}
-        axes = {name: 0 if per_entry[name] else None for name in operands}
-        return Program(jax.vmap(mapped, in_axes=(0, 0, 0, axes)), (query, key, value, operands), renewed=(0, 1, 2))
+        axis = None
+        if case.operand in ("key_mask", "lengths"):  # one for each entry
+            axis, operands = 0, {name: x[:, None] for name, x in operands.items()}
+        return Program(jax.vmap(mapped, in_axes=(0, 0, 0, axis)), (query, key, value, operands), renewed=(0, 1, 2))
 
     def call(query: Any, key: Any, value: Any, operands: Any) -> Any:
         out = attend(query, key, value, **operands)
@@ -378,11 +380,14 @@ def _flax_expected(case: CallerCase, draw: Draw | None) -> dict[str, Any]:
 
 
 def _of_one_head(case: CallerCase, inputs: _Inputs, choice: int) -> tuple[CallerCase, _Inputs, dict[str, Any]]:
-    """A sequence and the heads of one KV head as a call of their own; and where they are in each output."""
+    """A sequence and the heads of one KV head as a call of their own; and where they are in each output.
+
+    A learned bias has one gradient for the batch, which stays whole then.
+    """
     entry, kv_head = choice % case.batch, choice // case.batch % case.kv_heads
     group = case.heads // case.kv_heads
     batch, heads, kv = (
-        slice(entry, entry + 1),
+        slice(None) if case.operand == "learned_bias" else slice(entry, entry + 1),
         slice(kv_head * group, (kv_head + 1) * group),
         slice(kv_head, kv_head + 1),
     )
@@ -394,7 +399,7 @@ def _of_one_head(case: CallerCase, inputs: _Inputs, choice: int) -> tuple[Caller
     cut["key_value_seq_lengths"] = (batch,)
     beside = {name: x[cut[name]] if name in cut else x for name, x in inputs.beside.items()}
     arrays = query[at["out"]], key[of_keys], value[of_keys], d_out[at["out"]]
-    return dataclasses.replace(case, batch=1, heads=group, kv_heads=1), _Inputs(arrays, beside), at
+    return dataclasses.replace(case, batch=len(arrays[0]), heads=group, kv_heads=1), _Inputs(arrays, beside), at
 
 
 class Caller(Kind):

@@ -29,7 +29,7 @@ from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
 
 from ..cell import Cell, Outcome
-from ..errors import InputError
+from ..errors import InputError, as_input
 from ..host_devices import parse_mesh
 from .kind import cell, refused
 from .loss_curve_case import LossCurve, Run, TrainingCase
@@ -61,10 +61,8 @@ def with_wrong_gradients(factors: tuple[float, float, float]) -> FunctionBackend
 
 def config_of(case: TrainingCase) -> ModelConfig:
     """The model that is trained. Raises InputError for a preset that does not exist or does not read bytes."""
-    try:
+    with as_input():
         config = ModelConfig.from_preset(case.preset, dtype="float32", param_dtype="float32")
-    except ValueError as error:
-        raise InputError(str(error)) from error
     if config.vocab_size <= int(_text().max()):
         raise InputError(f"preset {case.preset} has a vocabulary of {config.vocab_size}; the text's bytes need 256.")
     return config
@@ -85,10 +83,8 @@ def trained(case: TrainingCase, run: Run) -> Outcome:
     """The outcome of a run: its curve, or why its mesh cannot train it. Raises InputError where devices are missing."""
     found, placement = _resolutions(case, run)[0], None
     if run.mesh:
-        try:
+        with as_input("mesh "):
             placement = place_on(parse_mesh(run.mesh))
-        except ValueError as error:
-            raise InputError(f"mesh {error}") from error
         try:
             found = placement.resolutions(found)
         except ValueError as error:

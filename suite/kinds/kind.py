@@ -15,7 +15,7 @@ from attnsuite.models import TextFile
 
 from .. import peers, typed
 from ..cell import Case, Cell, Means, Prepared, Request
-from ..errors import InputError
+from ..errors import InputError, as_input
 from ..measure.tensor_errors import judge_outputs
 
 if TYPE_CHECKING:
@@ -204,10 +204,8 @@ def label_of(fields: Mapping[str, Any]) -> str:
 
 def check_fields(case: Any) -> None:
     """Raise InputError where a field has not the type that it is declared with."""
-    try:
+    with as_input(f"{label_of({'name': case.name, 'kind': case.kind})}: ", "."):
         typed.check_fields(case)
-    except ValueError as error:
-        raise InputError(f"{label_of({'name': case.name, 'kind': case.kind})}: {error}.") from error
 
 
 def name_case(case: Any, name: str) -> None:

@@ -22,7 +22,7 @@ from attnsuite.models.loss import token_nats
 
 from .. import statistics
 from ..cell import Outcome
-from ..errors import InputError
+from ..errors import as_input
 from ..measure.tensor_errors import as_model_error
 from ..measure.tokens import bits, reader_of, unigram_bits
 from ..record import TensorError
@@ -47,11 +47,9 @@ def read_text(case: Any, config: ModelConfig, text: TextFile | None, windows: in
 
     Raises InputError if it is too short, or the model cannot read it.
     """
-    try:
+    with as_input(f"case {case.name}: "):
         data = load_text().held_out if text is None else load_text(text, held_out=0.0).train
         return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, windows or case.sequences))
-    except ValueError as error:
-        raise InputError(f"case {case.name}: {error}") from error
 
 
 def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Outcome:

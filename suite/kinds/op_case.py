@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attnsuite.backends import AttentionSpec, masks
 
 from .. import typed
-from ..errors import InputError
+from ..errors import InputError, as_input
 from ..typed import Count, Real, Seed
 from .kind import SHORT_DTYPE, Dtype, check_fields, label_of, name_case
 
@@ -49,10 +49,8 @@ class Call:
         is_local = self.window_size is not None or self.chunk_size is not None or self.mask
         if self.is_decode and is_local and not self.causal:
             raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
-        try:
+        with as_input(f"case {self.name}: "):
             spec_of(self)
-        except ValueError as error:
-            raise InputError(f"case {self.name}: {error}") from error
 
     @property
     def description(self) -> str:

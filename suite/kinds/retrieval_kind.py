@@ -17,6 +17,7 @@ class Retrieval(Kind):
     titles: ClassVar = {"retrieval": "retrieval"}
     case: ClassVar = RetrievalCase
     results: ClassVar = {"recall": "recall {:.3f}"}
+    needs_ceilings: ClassVar = False
     shares_process: ClassVar = True
 
     def cells(self, case: RetrievalCase, request: Request) -> Iterable[Cell]:

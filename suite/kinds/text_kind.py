@@ -20,6 +20,7 @@ class Text(Kind):
     phases: ClassVar = {"perplexity": "text"}
     case: ClassVar = TextCase
     results: ClassVar = LOSS
+    needs_ceilings: ClassVar = False
     shares_process: ClassVar = True
 
     def cells(self, case: TextCase, request: Request) -> Iterable[Cell]:

@@ -6,20 +6,20 @@ which much attention goes) stands in front of every window and is not predicted.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from attnsuite.models import ModelConfig, load_tokenizer
+from attnsuite.models import PRESETS, ModelConfig, load_tokenizer
 from attnsuite.models.text import random_windows, windows
 from attnsuite.models.tokenizer import JSON, RANKS
+from attnsuite.models.weights import TEXT
 
-from ..errors import InputError
+from ..errors import InputError, as_input
 
 BYTE_VOCABULARY = 256
 Bytes = UInt8[np.ndarray, " length"]
@@ -67,8 +67,9 @@ BYTES = Reader("bytes", lambda data: data.astype(np.int32), lambda tokens: bytes
 def reader_of(model: str, config: ModelConfig) -> Reader:
     """How ``model`` reads. Raises InputError for a checkpoint whose tokens are not bytes and that has no tokenizer."""
     directory = Path(model)
-    if directory.is_dir() and any((directory / name).is_file() for name in (JSON, RANKS)):
-        with _as_input():
+    is_named = model == TEXT or model in PRESETS  # also where a directory has that name
+    if not is_named and any((directory / name).is_file() for name in (JSON, RANKS)):
+        with as_input():
             found = load_tokenizer(directory)
             front = tuple(found.encode(""))
         if found.vocab_size > config.vocab_size:
@@ -78,7 +79,7 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
             )
 
         def encode(data: Bytes) -> Int[np.ndarray, " tokens"]:
-            with _as_input():
+            with as_input():
                 tokens = found.encode(data.tobytes().decode("utf-8", errors="replace"))
             return np.array(tokens[len(front) :] if tuple(tokens[: len(front)]) == front else tokens, np.int32)
 
@@ -89,15 +90,6 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
         f"model {model!r} has {config.vocab_size} tokens and no tokenizer beside it; text needs a byte-level model "
         f"({BYTE_VOCABULARY}), or {JSON} or {RANKS} in the checkpoint's directory."
     )
-
-
-@contextlib.contextmanager
-def _as_input() -> Iterator[None]:
-    """What is wrong with a tokenizer is wrong with the user's input."""
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def unigram_bits(rows: Rows) -> float:

@@ -14,7 +14,7 @@ from attnsuite.backends import names, registry
 from attnsuite.sentences import nearest
 
 from ..cell import Case
-from ..errors import InputError
+from ..errors import InputError, as_input
 from ..kinds import extensions, kind_of
 from ..suite_file import read_suite_file
 
@@ -51,10 +51,8 @@ class Suite:
 
 def _load(path: Path) -> Suite:
     read, cases = read_suite_file(path)
-    try:
+    with as_input(f"suite file {path}: "):
         return Suite(read.name or path.stem, cases, read.backends, read.peers, read.all_cores, read.exact_only)
-    except InputError as error:
-        raise InputError(f"suite file {path}: {error}") from error
 
 
 def shipped(name: str) -> Suite:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -56,19 +56,10 @@ def run(command: Calibrate) -> int:
     from attnsuite.backends.kascade import LOSS_RULE
 
     from ..kinds.kascade import calibration_run
-    from ..kinds.kascade.schedule_flags import ScheduleFlags
 
-    def of(*names: str) -> dict[str, Any]:
-        return {name: getattr(command, name) for name in names}
-
-    settings = of("tile_size", "top_k", "min_keys", "granularity") | {"query_tile": command.tile_size}
-    schedule_flags = ScheduleFlags(**of("schedule", "anchors", "threshold", "max_reuse_dist"))
-    requested = of("model", "random_tokens", "out", "prompts", "length")
-    request = calibration_run.CalibrateRequest(
-        settings=settings, schedule_flags=schedule_flags, text=text_of(command), **requested
-    )
+    text = text_of(command)
     with Console(stderr=True).status("starting") as status:
-        path, calibration, schedule = calibration_run.run(request, status.update)
+        path, calibration, schedule = calibration_run.run(command, text, status.update)
     least = calibration.mass.min(axis=(1, 2))
     print(f"schedule {schedule.method}, anchors {', '.join(map(str, schedule.anchors))}\n{schedule.table()}")
     if schedule.method == LOSS_RULE:

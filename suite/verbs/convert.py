@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..errors import InputError
+from ..errors import InputError, as_input
 from .flags import flag
 
 
@@ -36,7 +36,7 @@ def run(command: Convert) -> int:
     from attnsuite.models.parameters import count_parameters
 
     output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
-    try:
+    with as_input():
         overrides = {}
         if command.preset is not None:
             overrides["rope_scaling"] = models.ModelConfig.from_preset(command.preset).rope_scaling
@@ -54,7 +54,5 @@ def run(command: Convert) -> int:
             print(f"{count_parameters(config):,} random parameters, {config.param_dtype}: {output}")
             return 0
         config = models.convert(command.input, output, dtype=command.dtype, chunked=command.chunked, **overrides)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     print(f"{count_parameters(config):,} parameters, {config.param_dtype}: {output}")
     return 0

@@ -47,9 +47,11 @@ class Perplexity:
 
 def run(command: Perplexity) -> int:
     """Measure, print, and write the record."""
-    from .. import layerwise_perplexity
     from ..flag_values import parse_options
     from ..grid.run_grid import checked_text
+    from ..layerwise_perplexity import StreamRequest
+    from ..layerwise_perplexity import run as run_request
+    from ..store import RECORDS
 
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
         if value < least:
@@ -57,20 +59,14 @@ def run(command: Perplexity) -> int:
     if command.random_tokens and command.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
     text = text_of(command)
-    request = layerwise_perplexity.StreamRequest(
-        model=command.model,
+    names = ("model", "random_tokens", "seq_len", "sequences", "batch", "backend", "dtype", "against")
+    request = StreamRequest(
+        **{name: getattr(command, name) for name in names},
         text=None if text is None else checked_text(text),
-        random_tokens=command.random_tokens,
-        sequence=command.seq_len,
-        sequences=command.sequences,
-        batch=command.batch,
-        backend=command.backend,
-        dtype=command.dtype,
         options=parse_options(command.options),
         flags=added(command, Perplexity),
-        against=command.against,
         out=directory(command.out, "perplexity"),
     )
-    found = layerwise_perplexity.run(request)
-    print(*found.lines, f"record: {found.path}", sep="\n")
-    return NO_RESULT if found.record.status == "wrong" else 0
+    record, lines = run_request(request)
+    print(*lines, f"record: {request.out / RECORDS}", sep="\n")
+    return NO_RESULT if record.status == "wrong" else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ..errors import InputError
+from ..errors import InputError, as_input
 from .flags import OnFleet, added, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
 
 if TYPE_CHECKING:
@@ -206,7 +206,5 @@ def _model_flags(command: Run, flags: Mapping[str, Any]) -> ModelSuiteFlags | No
         raise InputError(f"--model brings its own cases; leave out --suite, or give {known}.")
     fields = {"sequence": command.seq_len, "batch": command.batch, "dtype": command.dtype}
     values = {name: value for name, value in fields.items() if value is not None}
-    try:
+    with as_input(f"--model {command.model}: ", "."):
         return typed.convert({"model": command.model or "text", "suite": made, **values}, ModelSuiteFlags)
-    except ValueError as error:
-        raise InputError(f"--model {command.model}: {error}.") from error

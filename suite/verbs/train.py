@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..errors import InputError
+from ..errors import InputError, as_input
 from .flags import directory, flag, tell, text_of
 
 
@@ -84,15 +84,11 @@ def run(command: Train) -> int:
     del settings["out"], settings["resume"], settings["text_field"]
     settings["text"], settings["options"] = text_of(command), parse_options(command.options)
     if command.mesh is not None:
-        try:
+        with as_input("--"):
             settings["mesh"] = parse_mesh(command.mesh)
-        except InputError as error:
-            raise InputError(f"--{error}") from error
         make_host_devices(settings["mesh"].count)
-    try:
+    with as_input("--lora-"):
         adapters = None if rank is None else LoraConfig(rank=rank, alpha=alpha, targets=tuple(parts_of(targets)))
-    except ValueError as error:
-        raise InputError(f"--lora-{error}") from error
     try:
         training.execute(training.TrainRequest(**settings, lora=adapters), out, resume=command.resume)
     except KeyboardInterrupt:

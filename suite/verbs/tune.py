@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from ..errors import InputError
+from ..errors import InputError, as_input
 from .flags import OnFleet, arguments_of, directory_of, flag, fleet_of, limits_of, progress, resuming
 
 
@@ -54,10 +54,8 @@ def run(command: Tune) -> int:
 
     if command.imports is not None:
         return _import(command)
-    try:
+    with as_input("--target: "):
         target = None if command.target == "here" else Target.named(command.target)
-    except ValueError as error:
-        raise InputError(f"--target: {error}") from error
     if target is not None and target.topology:
         raise InputError(
             f"--target {target.name} is a slice; block sizes are those of one chip: --target {target.kind}."

@@ -20,7 +20,7 @@ from landing import swept
 WAYS = {
     "eager": {"operand": "causal"},
     "jit": {"operand": "mask", "gradient": True},
-    "vmap": {"operand": "lengths", "query_length": 1, "batch": 2},
+    "vmap": {"operand": "mask", "batch": 2},
     "layers": {"operand": "bias", "layers": 2, "gradient": True},
     "nnx": {"query_length": 1},
     "linen": {"query_length": 1},
@@ -68,12 +68,18 @@ def test_a_timed_call_is_judged_by_its_own_inputs_and_holds_no_compilation(way, 
 
 
 MORE = [
-    {"operand": "learned_bias", "gradient": True},
+    {"operand": "learned_bias", "gradient": True, "batch": 2},
     {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "HND"},
     {"query_length": 1, "kv_dtype": "int8", "kv_layout": "NHD"},
     {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "NHD"},
     {"query_length": 1, "kv_dtype": "int8", "kv_layout": "HND"},
 ]
+
+
+@pytest.mark.parametrize("operand", ["lengths", "key_mask", "bias"])
+def test_each_entry_of_a_mapped_call_has_its_own_lengths(operand, tmp_path):
+    held = prepared(case_of("vmap", operand=operand, batch=2), "standard", tmp_path)
+    assert held.outcome.accuracy["out"].passed
 
 
 @pytest.mark.parametrize("row", swept(("library", "chunked"), ("chunked",)))
@@ -119,6 +125,7 @@ def test_times_are_relative_to_the_library(example_record):
         ({"way": "jit", "operand": "mask", "query_length": 1}, "as many queries as keys"),
         ({"way": "linen", "query_length": 1, "operand": "bias"}, "makes the mask of its cache"),
         ({"way": "jit", "operand": "learned_bias"}, "needs gradient = true"),
+        ({"way": "vmap", "gradient": True}, "is a forward pass"),
         ({"way": "jit", "page_size": 16}, "of a decode step's cache"),
         ({"way": "jit", "query_length": 1, "page_size": 5}, "does not divide sequence = 32"),
     ],

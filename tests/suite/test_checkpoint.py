@@ -27,15 +27,14 @@ from attnsuite.suite import model_suite
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program, model_quality
-from attnsuite.suite.kinds.kascade import calibration_run as calibration_verb
-from attnsuite.suite.kinds.kascade import dense
+from attnsuite.suite.kinds.kascade import calibration_run, dense
 from attnsuite.suite.kinds.kascade.case_flags import applied
-from attnsuite.suite.kinds.kascade.schedule_flags import ScheduleFlags
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.kinds.text_case import TextCase
 from attnsuite.suite.measure import tokens as suite_text
 from attnsuite.suite.store import parse_records
+from attnsuite.suite.verbs.calibrate import Calibrate
 from command import code_of
 
 PROSE = load_text().held_out
@@ -91,19 +90,12 @@ def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):
     path = tokenized / "prose.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (PROSE.tobytes().decode(), "end " * 9)))
     save(Transformer(ModelConfig.from_preset("debug", vocab_size=512, num_layers=2)), tokenized)
-    words = {"model": str(tokenized), "random_tokens": False, "prompts": 2, "length": 96}
-    settings = {"tile_size": 16, "query_tile": 16, "top_k": 0.25, "min_keys": 0}
-    request = calibration_verb.CalibrateRequest(
-        **words,
-        text=TextFile(str(path), "text"),
-        out=tokenized / "c",
-        settings=settings,
-        schedule_flags=ScheduleFlags(schedule="manual", anchors="0"),
-    )
-    name, prompts = calibration_verb.prompts_of(request, ModelConfig.from_preset("debug", vocab_size=512))
+    words = {"model": str(tokenized), "prompts": 2, "length": 96, "top_k": 0.25, "schedule": "manual", "anchors": "0"}
+    flags, text = Calibrate(**words, out=tokenized / "c"), TextFile(str(path), "text")
+    name, prompts = calibration_run.prompts_of(flags, text, ModelConfig.from_preset("debug", vocab_size=512))
     whole = by_words(front=()).encode(PROSE.tobytes().decode() + "\n\n" + "end " * 9)
     assert (name, prompts[0].tolist()) == ("prose.jsonl", [1, *whole[1:96]])
-    calibration_verb.run(request, lambda _: None)
+    calibration_run.run(flags, text, lambda _: None)
     assert load_calibration(tokenized / "c").text["name"] == "prose.jsonl"
 
 
@@ -119,6 +111,14 @@ def test_bytes_are_read_as_they_are(untrained):
     rows, bytes_per_token = suite_text.reader_of(str(untrained), ModelConfig.from_preset("debug")).spread(PROSE, 32, 2)
     assert bytes_per_token == 1.0
     assert rows[0].tolist() == PROSE[:32].tolist()
+
+
+def test_a_folder_named_as_the_shipped_checkpoint_does_not_read_its_text(tokenized, monkeypatch):
+    monkeypatch.chdir(tokenized)
+    (tokenized / "text").mkdir()
+    (tokenized / "tokenizer.json").rename(tokenized / "text/tokenizer.json")
+    assert suite_text.reader_of("text", ModelConfig.from_preset("debug")) is suite_text.BYTES
+    assert suite_text.reader_of("./text", ModelConfig.from_preset("debug", vocab_size=512)).unit == "tokens"
 
 
 def test_text_that_a_model_cannot_read_is_refused(tokenized, tmp_path):

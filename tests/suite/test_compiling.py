@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from attnsuite.backends import Target
+from attnsuite.suite.cell import Outcome
 from attnsuite.suite.compile import launches, topologies, tpu_schedules
 from attnsuite.suite.compile.compilation import compiled
 from attnsuite.suite.grid.process import Worker
-from attnsuite.suite.grid.running import outcome_of
+from attnsuite.suite.grid.running import answered
 from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
@@ -290,7 +291,7 @@ class TestOwnCommand:
     def test_schedule_is_read_from_what_the_compiler_writes(self, tmp_path):
         case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=128, dtype="bfloat16")
         with Worker(2**33, topologies.ENVIRONMENT | tpu_schedules.variables(tmp_path)) as worker:
-            answer = outcome_of(worker.ask(300, compiled, case, "splash", Target.named("v5e"), tmp_path))
+            answer = answered(worker.ask(300, compiled, case, "splash", Target.named("v5e"), tmp_path), Outcome)
         assert (answer.status, answer.notes) == ("ok", ())
         (found,) = answer.schedules
         assert found.kernel.startswith("splash")
@@ -302,7 +303,7 @@ class TestOwnCommand:
     def test_launches_are_read_from_what_xla_writes_for_a_gpu(self, tmp_path):
         case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=64, batch=3, dtype="bfloat16")
         with Worker(2**33, topologies.ENVIRONMENT | tpu_schedules.variables(tmp_path, "cuda")) as worker:
-            answer = outcome_of(worker.ask(300, compiled, case, "pallas_flash", Target.named("h100"), tmp_path))
+            answer = answered(worker.ask(300, compiled, case, "pallas_flash", Target.named("h100"), tmp_path), Outcome)
         assert answer.status == "ok"
         (found,) = answer.kernels
         assert (found.name, found.configuration) == ("mha_forward", {"num_warps": 4})

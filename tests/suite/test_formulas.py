@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from attnsuite.backends.contract import may_attend
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import make_case, problem_of
-from attnsuite.suite.kinds.attention_call import OpCase, spec_of
+from attnsuite.suite.kinds.attention_call import OpCase, judged_case, spec_of
 from attnsuite.suite.kinds.formulas import document_ids, op_bytes, op_flops, visible_pairs
 from attnsuite.suite.kinds.inputs import make_inputs
 
@@ -75,6 +75,13 @@ def test_documents_are_contiguous_and_all_there(sequence, documents, seed):
     ids = document_ids(OpCase(kind="op_forward", sequence=sequence, documents=documents, seed=seed))
     assert (np.diff(ids) >= 0).all()
     assert sorted(set(ids.tolist())) == list(range(documents))
+
+
+def test_a_case_of_many_documents_is_judged_with_those_that_a_shorter_one_takes():
+    judged, (note,) = judged_case(OpCase(kind="op_forward", sequence=8192, documents=5000))
+    assert (judged.sequence, judged.documents) == (4096, 4096)
+    assert note.startswith("accuracy was judged at sequence=4096 with documents=4096: ")
+    assert judged_case(OpCase(kind="op_forward", sequence=8, batch=2**30))[0].sequence == 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -253,3 +253,9 @@ def test_no_two_kinds_make_records_of_one_name():
     made = [name for kind in shipped for name in kind.titles]
     assert made == list(dict.fromkeys(made))
     assert tuple(made) == kinds.names()[: len(made)]
+
+
+def test_the_peak_of_the_machine_is_measured_for_kinds_with_times():
+    untimed = {name for name, kind in kinds.built_in().items() if not kind.needs_ceilings}
+    assert {"perplexity", "cache_text", "retrieval", "kascade_text", "kascade_retrieval", "kascade_gate"} <= untimed
+    assert not {"op_forward", "model_decode", "serving"} & untimed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,6 +51,12 @@ def test_array_is_said_in_words_that_mean_the_same(words):
 def test_a_step_of_decoding_is_a_length():
     mask = np.arange(T)[None, None, None] < 7
     assert mask_arrays.read(mask, spec_of(mask, queries=1)).text == "key_value_seq_lengths=[7, 7]"
+
+
+def test_array_of_another_batch_is_left_alone():
+    """That of a query [2, 3, T, N, H], say, whose batch is six."""
+    mask = np.broadcast_to(CAUSAL, (3, 1, T, T))
+    assert mask_arrays.read(mask, dataclasses.replace(spec_of(mask), batch=6)) is None
 
 
 @pytest.mark.parametrize("change", ["one pair", "one head"])

@@ -84,6 +84,11 @@ def test_what_it_raises_is_told():
     assert str(found) == "It raised RuntimeError: no such device when called with 3 float32 arrays [1, 128, 4, 64]."
 
 
+def test_an_output_that_is_not_finite_is_told_and_no_shape_of_a_mask():
+    found = found_out(lambda q, k, v: q * k * v * jnp.nan)
+    assert str(found) == "Called with 3 float32 arrays [1, 128, 4, 64]: its output is not finite."
+
+
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
     (tmp_path / "suite.toml").write_text(SUITE)

@@ -24,7 +24,7 @@ from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid import call, executors, work
 from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
-from attnsuite.suite.grid.running import Limits, RunContext, Running
+from attnsuite.suite.grid.running import Limits, RunContext, Running, prepare
 from attnsuite.suite.kinds.attention_call import OpCase
 from command import WorkerHere
 from script import printed
@@ -120,6 +120,24 @@ def test_sample_that_holds_a_stop_is_taken_again():
     context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
     assert list(_sample(case, [running], context))
     assert running.samples == [1e-3] * 10
+
+
+@pytest.mark.parametrize("answer", [{"seconds": None, "spent": 1.0}, {}, [1.0], "fast"], ids=str)
+def test_an_answer_of_another_form_ends_its_cell_and_not_the_run(answer):
+    """Code of the user may have replaced what answers."""
+
+    class Replaced(WorkerHere):
+        def ask(self, *_):
+            return answer
+
+    case = OpCase(kind="op_forward", sequence=8)
+    cell = Cell(case=case, row="mine", target="cpu", resolved="mine", mode="native", exact=True)
+    watcher: Any = SimpleNamespace(doing=lambda *_: None)
+    context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
+    (sampled,) = _sample(case, [Running(cell, Replaced(), outcome=Outcome(calls=1))], context)
+    for record in (sampled, prepare(Running(cell, Replaced()), None, context)):
+        assert record.status == "crashed"
+        assert record.error.startswith("its figures cannot be recorded: ")
 
 
 def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monkeypatch):

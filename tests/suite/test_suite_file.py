@@ -63,6 +63,18 @@ def test_cases_whose_names_leave_a_swept_key_out_are_told_apart_by_its_value(rea
     assert names == ["prefill-text-s1024-f32-top_k0.25", "prefill-text-s1024-f32-top_k0.5"]
 
 
+def test_a_swept_value_is_spelled_in_the_letters_of_a_name(read):
+    kinds = '[[case]]\nkind = "kascade_text"\n'
+    names = read(f'{kinds}schedule = "manual"\nanchors = ["0", "0,1"]\n')
+    assert names == ["kascade-text-prefill-s512-k0.125-t16-anchors0", "kascade-text-prefill-s512-k0.125-t16-anchors0-1"]
+    names = read(f'{kinds}calibration = ["a/held out", "b/held out", "c"]\n')
+    assert [name.rpartition("-t16-")[2] for name in names] == [
+        *("calibrationheld-out-1", "calibrationheld-out-2", "calibrationc"),
+    ]
+    names = read(f'{FORWARD}sequence = 8\nmask = ["causal | prefix(4)", "causal & prefix(4)"]\n')
+    assert [name.rpartition("-f32-")[2] for name in names] == ["maskcausal-prefix-4--1", "maskcausal-prefix-4--2"]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -19,92 +19,88 @@ from attnsuite.models.kascade.calibration import QueriesAndKeys, calibrate
 from attnsuite.models.kascade.loss_search import schedule_by_loss
 
 from ... import files
-from ...errors import InputError
+from ...errors import InputError, as_input
 from ...measure.tokens import BYTE_VOCABULARY, BYTES, reader_of
 from ...named_model import checkpoint_of
 from ...user_function import check_reference, is_reference, load_module
 from .schedule_flags import ScheduleFlags
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateRequest:
-    """What to calibrate, checked by :func:`run`, and the flags of the schedule."""
-
-    model: str
-    text: TextFile | None
-    random_tokens: bool
-    out: Path
-    prompts: int
-    length: int
-    settings: dict[str, Any]
-    schedule_flags: ScheduleFlags
+_Made = tuple[Path, Calibration, Schedule]
 
 
-def run(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
-    """Calibrate and save; returns the file, the calibration, and the schedule that follows. Raises InputError."""
-    if not request.out.name or request.out.suffix not in ("", ".safetensors"):
-        raise InputError(f"--out {request.out} must end in .safetensors; the .json is written beside it.")
+def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> _Made:
+    """Calibrate and save; returns the file, the calibration, and the schedule that follows. Raises InputError.
+
+    ``flags`` are those of the verb (``verbs/calibrate.py``).
+    """
+    if not flags.out.name or flags.out.suffix not in ("", ".safetensors"):
+        raise InputError(f"--out {flags.out} must end in .safetensors; the .json is written beside it.")
     for suffix in (".safetensors", ".json"):
-        files.check_file(request.out.with_suffix(suffix))
-    for flag, value, least in (("--prompts", request.prompts, 1), ("--length", request.length, 2)):
+        files.check_file(flags.out.with_suffix(suffix))
+    for flag, value, least in (("--prompts", flags.prompts, 1), ("--length", flags.length, 2)):
         if value < least:
             raise InputError(f"{flag} {value} must be at least {least}.")
-    if request.random_tokens and request.text is not None:
+    if flags.random_tokens and text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
-    try:
-        Settings(**request.settings)
+    with as_input():
+        settings = {name: getattr(flags, name) for name in ("tile_size", "top_k", "min_keys", "granularity")}
+        settings["query_tile"] = flags.tile_size
+        Settings(**settings)
+        schedule = ScheduleFlags(**{each.name: getattr(flags, each.name) for each in dataclasses.fields(ScheduleFlags)})
         progress("opening the model")
-        flags = request.schedule_flags
-        if is_reference(request.model):
-            return _of_function(request, progress)
-        with checkpoint_of(request.model) as directory:
+        if is_reference(flags.model):
+            return _of_function(flags, text, settings, schedule, progress)
+        with checkpoint_of(flags.model) as directory:
             model = open_checkpoint(directory)
             # Before the text is read, so that a wrong flag shows before hours of calibration.
-            flags.check(model.config.num_layers, model.config.kv_heads)
-            name, prompts = prompts_of(request, model.config)
-            text = {"name": name, "length": request.length}
-            calibration = calibrate(model, prompts, request.settings, text=text, progress=progress)
-        with files.writing(request.out):
-            path = calibration.save(request.out)
-        if flags.schedule == LOSS_RULE:
-            number = flags.number_of_anchors(calibration.num_layers)
+            schedule.check(model.config.num_layers, model.config.kv_heads)
+            name, prompts = prompts_of(flags, text, model.config)
+            source = {"name": name, "length": flags.length}
+            calibration = calibrate(model, prompts, settings, text=source, progress=progress)
+        with files.writing(flags.out):
+            path = calibration.save(flags.out)
+        if schedule.schedule == LOSS_RULE:
+            number = schedule.number_of_anchors(calibration.num_layers)
             return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
-        return path, calibration, flags.made(calibration)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+        return path, calibration, schedule.made(calibration)
 
 
-def _of_function(request: CalibrateRequest, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
+def _of_function(
+    flags: Any,
+    text: TextFile | None,
+    settings: dict[str, Any],
+    schedule: ScheduleFlags,
+    progress: Callable[[str], None],
+) -> _Made:
     """The same for a function of bytes that gives queries and keys of each layer."""
-    flags = request.schedule_flags
-    if flags.schedule == LOSS_RULE:
+    if schedule.schedule == LOSS_RULE:
         raise InputError(
             f"--schedule {LOSS_RULE} needs a model that can be run; give a checkpoint, or another schedule."
         )
-    path, _, name = check_reference(request.model, "give PATH.py:NAME, a function of a prompt").rpartition(":")
+    path, _, name = check_reference(flags.model, "give PATH.py:NAME, a function of a prompt").rpartition(":")
     layers_of: Any = getattr(load_module(Path(path)), name, None)
     if not callable(layers_of):
         raise InputError(f"{name} in {path} is no function of a prompt that returns queries and keys of each layer.")
-    source, prompts = prompts_of(request, None)
-    text = {"name": source, "length": request.length}
+    source, prompts = prompts_of(flags, text, None)
     queries_and_keys = cast("QueriesAndKeys", layers_of)
-    calibration = calibrate(queries_and_keys, prompts, request.settings, text=text, progress=progress)
-    flags.check(calibration.num_layers, calibration.kv_heads)
-    with files.writing(request.out):
-        saved = calibration.save(request.out)
-    return saved, calibration, flags.made(calibration)
+    read = {"name": source, "length": flags.length}
+    calibration = calibrate(queries_and_keys, prompts, settings, text=read, progress=progress)
+    schedule.check(calibration.num_layers, calibration.kv_heads)
+    with files.writing(flags.out):
+        saved = calibration.save(flags.out)
+    return saved, calibration, schedule.made(calibration)
 
 
-def prompts_of(request: CalibrateRequest, config: ModelConfig | None) -> tuple[str, np.ndarray]:
+def prompts_of(flags: Any, text: TextFile | None, config: ModelConfig | None) -> tuple[str, np.ndarray]:
     """Prompts spread evenly over a whole file, or over the training part of the prose that comes with Python.
 
     Or random tokens, for a checkpoint without a tokenizer. A function, which has no ``config``, gets bytes.
     """
-    if request.random_tokens:
-        shape = (request.prompts, request.length)
+    if flags.random_tokens:
+        shape = (flags.prompts, flags.length)
         vocabulary = BYTE_VOCABULARY if config is None else config.vocab_size
         return "random tokens", np.random.default_rng(1).integers(0, vocabulary, shape)
-    corpus = load_text() if request.text is None else load_text(request.text, held_out=0.0)
-    reader = BYTES if config is None else reader_of(request.model, config)
-    rows, _ = reader.spread(corpus.train, request.length, request.prompts)
+    corpus = load_text() if text is None else load_text(text, held_out=0.0)
+    reader = BYTES if config is None else reader_of(flags.model, config)
+    rows, _ = reader.spread(corpus.train, flags.length, flags.prompts)
     return corpus.name, rows

@@ -12,7 +12,7 @@ from attnsuite.backends.kascade.settings import share_of_tiles
 
 from ... import typed
 from ...cell import Case
-from ...errors import InputError
+from ...errors import InputError, as_input
 from ...flag_values import is_whole, names_of, parts_of, spelled
 from .selection_case import SelectionCase
 from .stack_case import StackCase
@@ -68,10 +68,8 @@ def applied(flags: Mapping[str, Any], cases: Sequence[Case]) -> tuple[Case, ...]
     """
     if not flags:
         return tuple(cases)
-    try:
+    with as_input("flags of Kascade: ", "."):  # of a manifest; the command line has checked its own
         typed.convert(flags, CaseFlags)
-    except ValueError as error:  # of a manifest; the command line has checked its own
-        raise InputError(f"flags of Kascade: {error}.") from error
     if (top_k := flags.get("top_k", 1)) > 1:
         hint = share_of_tiles(top_k, flags.get("tile_size", 128))
         raise InputError(f"--top-k {top_k:g} must be a share, above 0 and at most 1.{hint}")
@@ -108,10 +106,8 @@ def _named(case: Any, fields: Mapping[str, Any]) -> Case:
 
 
 def _calibrated(path: str) -> dict[str, Any]:
-    try:
+    with as_input("--calibration "):
         settings = dict(load_calibration(path).settings)
-    except ValueError as error:
-        raise InputError(f"--calibration {error}") from error
     query_tile = settings.pop("query_tile")
     if query_tile != settings["tile_size"]:
         raise InputError(

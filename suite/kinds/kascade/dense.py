@@ -24,7 +24,7 @@ from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.planning import Resolutions, attention_spec
 from attnsuite.models.training import Batch, compiled_step, training_step
 
-from ...errors import InputError
+from ...errors import InputError, as_input
 from ...measure.tokens import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
@@ -66,10 +66,8 @@ def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:
     """
     if case.kind == "kascade_text":
         config = model_config(case)
-        try:
+        with as_input(f"case {case.name}: "):
             check_plain_logits(config)
-        except ValueError as error:
-            raise InputError(f"case {case.name}: {error}") from error
         read_text(case, config, text)
         if case.calibration:
             _check_calibration(case)
@@ -125,11 +123,8 @@ def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, 
 
 
 def _check_calibration(case: SelectionCase) -> None:
-    try:
-        with checkpoint_of(case.model) as directory:
-            load(case.calibration, open_checkpoint(directory))
-    except ValueError as error:
-        raise InputError(f"--calibration {error}") from error
+    with as_input("--calibration "), checkpoint_of(case.model) as directory:
+        load(case.calibration, open_checkpoint(directory))
 
 
 def _calibration_path(path: Path) -> Path:

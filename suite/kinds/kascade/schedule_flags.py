@@ -14,7 +14,7 @@ from attnsuite.backends.kascade import (
     manual,
 )
 
-from ...errors import InputError
+from ...errors import InputError, as_input
 from ...flag_values import is_whole, parts_of
 
 
@@ -34,10 +34,8 @@ class ScheduleFlags:
         """Raise InputError for flags that fit no model of these sizes."""
         numbers = self._numbers()
         if self.schedule == "manual":
-            try:
+            with as_input("--"):
                 manual(numbers, num_layers=num_layers, kv_heads=kv_heads)
-            except ValueError as error:
-                raise InputError(f"--{error}") from error
         elif self.schedule in GREEDY_RULES:
             if numbers:
                 raise InputError(f"--anchors {self.anchors!r} has no place in a greedy schedule; leave it out.")

@@ -30,6 +30,7 @@ class Selections(Kind):
         "kascade_gate": "kascade, gate",
     }
     case: ClassVar = SelectionCase
+    needs_ceilings: ClassVar = False
     shares_process: ClassVar = True
     controlled: ClassVar = {"kascade_text": "kascade"}
     results: ClassVar = {"recall": "recall {:.3f}", **LOSS}

@@ -8,7 +8,7 @@ from typing import Literal
 from attnsuite.backends import AttentionSpec
 from attnsuite.backends.kascade import Schedule, manual
 
-from ...errors import InputError
+from ...errors import InputError, as_input
 from ...typed import Count, Seed
 from ..kind import SHORT_DTYPE, Dtype, Kernel, Keys, Layers, Share, check_fields, name_case
 from .methods import settings_of
@@ -54,10 +54,8 @@ class StackCase:
                 f"case {self.name}: anchors = {self.anchors} must be at most {self.layers}, the number of layers."
             )
         settings_of(self)
-        try:
+        with as_input(f"case {self.name}: "):
             stack_spec(self)
-        except ValueError as error:
-            raise InputError(f"case {self.name}: {error}") from error
 
 
 def stack_spec(case: StackCase) -> AttentionSpec:
