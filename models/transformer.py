@@ -157,10 +157,6 @@ class Transformer(nnx.Module):
         """
         tokens = check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
-        if "full" in self.config.attention_types:
-            raise ValueError(
-                "attention='full' sees later tokens, so it cannot be cached; call the model on all of them."
-            )
         if batch != cache.batch:
             raise ValueError(f"tokens has {batch} rows, but the cache was made for {cache.batch}; they must be equal.")
         after = cache.lengths_after(length, lengths)
