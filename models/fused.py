@@ -40,7 +40,7 @@ class FusedSource:
     def __init__(self, inner: ShardedSource, pieces: Mapping[str, Piece]) -> None:
         self._inner, self._pieces = inner, pieces
         used = {name: shape for piece in pieces.values() for name, shape in piece.stored.items()}
-        rest = {name: shape for name, shape in inner.shapes.items() if name not in used | pieces}
+        rest = {name: shape for name, shape in inner.shapes.items() if name not in {*used, *pieces}}
         check_fit(used, {name: shape for name, shape in inner.shapes.items() if name not in rest}, inner.where)
         self.shapes: dict[str, Shape] = rest | {name: piece.shape for name, piece in pieces.items()}
 
