@@ -70,7 +70,8 @@ class Resolution:
 
     ``policy`` is a sentence about what ``auto`` took: the measurement of a policy that it follows and how near that is,
     or why the policy was not followed, or that nothing was measured on this device. ``tuned`` is the policy that has
-    options for the backend that ``auto`` took.
+    options for the backend that ``auto`` took. ``options`` are those to plan with where no others are given;
+    :func:`resolve` sets none, because an option may be anything and a resolution is hashable.
     """
 
     requested: str
@@ -81,16 +82,18 @@ class Resolution:
     rejections: tuple[Rejection, ...] = ()
     policy: str = ""
     tuned: Policy | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Every reason why another backend was not taken, one sentence each, led by the backend's name."""
         return tuple(f"{rejection.backend}: {reason}" for rejection in self.rejections for reason in rejection.reasons)
 
-    def mode_and(self, options: Mapping[str, Any] | None) -> tuple[Mode, Mapping[str, Any] | None]:
+    def mode_and(self, options: Mapping[str, Any] | None = None) -> tuple[Mode, Mapping[str, Any] | None]:
         """The mode to plan in, and the options, which are the requested backend's; a fallback takes none."""
         if self.mode == "fallback":
             return "native", None
+        options = dict(self.options) if options is None else options
         return self.mode, options if self.tuned is None else {"tuned": self.tuned} | dict(options or {})
 
     def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008

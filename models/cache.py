@@ -93,6 +93,10 @@ class KVCache:
         ``capacity`` is rounded up to whole pages; ``num_pages`` is the size of the pool that all sequences share
         (default: enough for all of them at once).
         """
+        if "full" in config.attention_types:
+            raise ValueError(
+                "attention='full' sees later tokens, so it cannot be cached; call the model on all of them."
+            )
         require_positive_int("batch", batch)
         require_positive_int("capacity", capacity)
         table, rows, slots = None, batch, capacity

@@ -22,7 +22,7 @@ from .huggingface import from_hf
 from .huggingface_keys import CONFIG
 from .meta import MetaSource, is_meta
 from .parameters import Params, checkpoint_names, stored_shapes
-from .shards import ShardedSource, is_finite
+from .shards import ShardedSource, check_fit, is_finite
 
 T = TypeVar("T")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -101,27 +101,12 @@ class Checkpoint:
         raise CheckpointError(f"{where} holds NaN or infinity; whatever is computed with it has no meaning.")
 
     def _check(self) -> None:
-        """Raise CheckpointError where a tensor is missing, of another shape, or has no place."""
-        wanted, found = stored_shapes(self.config), self._source.shapes
-        for name, shape in found.items():
-            if name == _HEAD and self.config.tie_embeddings:
-                continue
-            if name not in wanted:
-                raise CheckpointError(
-                    f"{self._source.where(name)} holds {name!r}, which this configuration has no place for."
-                )
-            if shape != wanted[name]:
-                raise CheckpointError(
-                    f"{name!r} in {self._source.where(name)} has shape {shape}; expected {wanted[name]}."
-                )
-        missing = [name for name in wanted if name not in found]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise CheckpointError(f"the checkpoint lacks {missing[0]!r}{more}, which its configuration needs.")
-        if self.config.tie_embeddings and _HEAD in found:
-            self._check_tied()
-
-    def _check_tied(self) -> None:
+        """Raise CheckpointError where a tensor does not fit, or a head is not the embeddings that it is tied to."""
+        found = dict(self._source.shapes)
+        is_tied = self.config.tie_embeddings and found.pop(_HEAD, None) is not None
+        check_fit(stored_shapes(self.config), found, self._source.where)
+        if not is_tied:
+            return
         (_, head), (_, embedding) = sorted(self._source.read([_HEAD, _EMBEDDING]), key=lambda item: item[0])
         if not np.array_equal(np.asarray(head), np.asarray(embedding)):
             raise CheckpointError(f"config.json ties the embeddings, but {_HEAD!r} differs from {_EMBEDDING!r}.")

@@ -29,7 +29,7 @@ from .cache import SlotMapping, Slots, read, with_scales, write, write_pages
 from .config import AttentionType, ModelConfig
 from .experts import gated, mixture
 from .parameters import LAYER_NORMS, Params
-from .planning import Options, Resolutions
+from .planning import Resolutions
 from .rematerialise import Remat, rematerialised
 from .rope import angles, grown_frequencies, inverse_frequencies, rotate
 from .rope_scaling import DynamicScaling
@@ -50,7 +50,6 @@ def forward(
     segment_ids: Int[Array, "batch length"] | None = None,
     *,
     resolutions: Resolutions,
-    options: Options = (),
     observe: Observe | None = None,
     remat: Remat = "none",
 ) -> Float[Array, "batch length vocab"]:
@@ -72,7 +71,7 @@ def forward(
             query_positions=placed,
             key_value_positions=placed,
         )
-        plans[kind] = resolution.plan(layout, dict(options))
+        plans[kind] = resolution.plan(layout)
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
     x = embed(config, params, tokens, positions)
     turns = turns_of(config, positions, lengths)
@@ -93,7 +92,6 @@ def forward_cached(
     end: Int[Array, " batch"],
     *,
     resolutions: Resolutions,
-    options: Options = (),
     fresh: bool = False,
     last_only: bool = False,
     tree: masks.Tree | None = None,
@@ -126,7 +124,7 @@ def forward_cached(
     turns = turns_of(config, positions, end[:, None] if tree is None else positions + 1)
     x = embed(config, params, tokens, positions)
     x, keys, values = _through_layers(
-        config, params, x, turns, keys, values, put, layout, resolutions=resolutions, options=options, fresh=fresh
+        config, params, x, turns, keys, values, put, layout, resolutions=resolutions, fresh=fresh
     )
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
@@ -145,7 +143,6 @@ def forward_ragged(
     page_table: Int[Array, "sequences pages_per_sequence"],
     *,
     resolutions: Resolutions,
-    options: Options = (),
 ) -> tuple[Float[Array, "sequences vocab"], tuple[Slots, ...], tuple[Slots, ...]]:
     """Logits of the last token of each sequence in a ragged batch, and the paged cache with the tokens written to it.
 
@@ -169,7 +166,6 @@ def forward_ragged(
         put,
         layout,
         resolutions=resolutions,
-        options=options,
         fresh=False,
     )
     last = x[:, jnp.maximum(query_starts[1:] - 1, 0)]
@@ -187,11 +183,10 @@ def _through_layers(
     layout: Layout,
     *,
     resolutions: Resolutions,
-    options: Options,
     fresh: bool,
 ) -> tuple[Hidden, tuple[Slots, ...], tuple[Slots, ...]]:
     """The hidden state behind the last layer, and the cache, to which each layer puts its new keys and values first."""
-    plans: dict[AttentionType, Plan] = {kind: found.plan(layout, dict(options)) for kind, found in resolutions}
+    plans: dict[AttentionType, Plan] = {kind: found.plan(layout) for kind, found in resolutions}
     specs = {kind: found.spec for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
     new_keys, new_values = list(keys), list(values)

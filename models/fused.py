@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .checked_json import CheckpointError
 from .config import ModelConfig
-from .shards import ShardedSource
+from .shards import ShardedSource, check_fit
 
 Shape = tuple[int, ...]
 _ATTENTION, _MLP = "self_attn.", "mlp."
@@ -41,19 +40,8 @@ class FusedSource:
     def __init__(self, inner: ShardedSource, pieces: Mapping[str, Piece]) -> None:
         self._inner, self._pieces = inner, pieces
         used = {name: shape for piece in pieces.values() for name, shape in piece.stored.items()}
-        for name, shape in used.items():
-            if name not in inner.shapes:
-                raise CheckpointError(f"the checkpoint lacks {name!r}, which its configuration needs.")
-            if inner.shapes[name] != shape:
-                raise CheckpointError(
-                    f"{name!r} in {inner.where(name)} has shape {inner.shapes[name]}; expected {shape}."
-                )
-        rest = {name: shape for name, shape in inner.shapes.items() if name not in used}
-        taken = [name for name in rest if name in pieces]
-        if taken:
-            raise CheckpointError(
-                f"{inner.where(taken[0])} holds {taken[0]!r}, which this configuration has no place for."
-            )
+        rest = {name: shape for name, shape in inner.shapes.items() if name not in {*used, *pieces}}
+        check_fit(used, {name: shape for name, shape in inner.shapes.items() if name not in rest}, inner.where)
         self.shapes: dict[str, Shape] = rest | {name: piece.shape for name, piece in pieces.items()}
 
     def where(self, name: str) -> str:

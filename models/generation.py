@@ -6,6 +6,7 @@ Greedy at ``temperature=0``. Else tokens are sampled from the softened distribut
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any, Unpack
 
@@ -20,7 +21,7 @@ from .config import ModelConfig
 from .forward_pass import forward_cached
 from .padding import left_aligned
 from .parameters import Params
-from .planning import Call, Options, Resolutions, planned
+from .planning import Call, Resolutions, planned
 from .transformer import Transformer, check_tokens
 
 
@@ -84,7 +85,7 @@ def generate(
             table,
             step,
             *sampler,
-            **found,
+            resolutions=found,
             greedy=greedy,
         )
         cache = KVCache(keys=keys, values=values, lengths=after, page_table=table)
@@ -135,7 +136,8 @@ def sample(
 compiled_sample = jax.jit(sample, static_argnames=("greedy",))
 
 
-def _decode_and_sample(
+@functools.partial(jax.jit, static_argnames=("config", "resolutions", "greedy"), donate_argnames=("keys", "values"))
+def _step(
     config: ModelConfig,
     params: Params,
     latest: Int[Array, " batch"],
@@ -149,7 +151,6 @@ def _decode_and_sample(
     top_p: Array,
     *,
     resolutions: Resolutions,
-    options: Options,
     greedy: bool,
 ) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
     logits, keys, values = forward_cached(
@@ -161,15 +162,7 @@ def _decode_and_sample(
         start,
         start + 1,
         resolutions=resolutions,
-        options=options,
         last_only=True,
         page_table=page_table,
     )
     return sample(logits, step, key, temperature, top_p, greedy=greedy), keys, values
-
-
-_step = jax.jit(
-    _decode_and_sample,
-    static_argnames=("config", "resolutions", "options", "greedy"),
-    donate_argnames=("keys", "values"),
-)

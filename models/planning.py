@@ -106,18 +106,19 @@ def resolve_attention(
 ) -> Resolutions:
     """The resolution of each distinct attention type of ``config``; ``problem`` as for :func:`attention_spec`.
 
-    ``options`` are those for ``backend``, which may refuse some together with the problem. ``policy`` is what
-    ``backend="auto"`` follows, as :func:`attnsuite.backends.resolve` says.
+    ``options`` are those for ``backend``, which may refuse some together with the problem; each resolution plans with
+    them. ``policy`` is what ``backend="auto"`` follows, as :func:`attnsuite.backends.resolve` says.
 
-    Raises the errors of :func:`attnsuite.backends.resolve`.
+    Raises the errors of :func:`attnsuite.backends.resolve`, and ValueError for an option that cannot be hashed.
     """
     target = Target.here() if target is None else target
 
     def resolved(kind: AttentionType) -> Resolution:
         spec = attention_spec(config, kind, **problem)
         found = resolve(backend, spec, target, mode=mode, on_unavailable=on_unavailable, options=options, policy=policy)
+        found = dataclasses.replace(found, options=freeze_options(options))
         is_cached_latent = kind == "latent" and problem.get("key_value_length") is not None
-        return _hinted(found, options) if is_cached_latent else found
+        return _hinted(found) if is_cached_latent else found
 
     return tuple((kind, resolved(kind)) for kind in config.attention_types)
 
@@ -129,21 +130,17 @@ def check_call(call: Mapping[str, Any]) -> None:
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; a call of a model takes {', '.join(accepted)}.")
 
 
-def planned(config: ModelConfig, call: Call, **problem: Any) -> dict[str, Any]:
-    """``resolutions`` and ``options`` of a call, which the functions of ``forward_pass.py`` take by these names."""
+def planned(config: ModelConfig, call: Call, **problem: Any) -> Resolutions:
+    """The resolutions of a call."""
     check_call(call)
-    options = call.get("backend_options")
     how: dict[str, Any] = {name: value for name, value in call.items() if name != "backend_options"}
-    return {
-        "resolutions": resolve_attention(config, options=options, **how, **problem),
-        "options": freeze_options(options),
-    }
+    return resolve_attention(config, options=call.get("backend_options"), **how, **problem)
 
 
-def _hinted(found: Resolution, options: Mapping[str, Any] | None) -> Resolution:
+def _hinted(found: Resolution) -> Resolution:
     """Enables ``values_in_keys`` where the resolved backend supports it; the backend stays the same."""
     hinted = dataclasses.replace(found, spec=dataclasses.replace(found.spec, values_in_keys=True))
-    return hinted if support(found.backend, hinted.spec, found.target, *found.mode_and(options)) else found
+    return hinted if support(found.backend, hinted.spec, found.target, *found.mode_and()) else found
 
 
 def freeze_options(options: Mapping[str, Any] | None) -> Options:

@@ -24,7 +24,7 @@ from .checks import require_positive_int
 from .config import ModelConfig
 from .forward_pass import forward_ragged
 from .parameters import Params
-from .planning import Call, Options, Resolutions, planned
+from .planning import Call, Resolutions, planned
 from .transformer import Transformer, check_tokens
 
 
@@ -164,7 +164,7 @@ def serve(
         began = clock()
         latest, keys, values = _step(
             model.config, params, tokens[None], cache.keys, cache.values, lengths=after, query_starts=starts,
-            page_table=table, **found,
+            page_table=table, resolutions=found,
         )  # fmt: skip
         latest = np.asarray(latest)
         now += clock() - began
@@ -209,7 +209,7 @@ def _counts(rows: Sequence[_Running | None], room: int) -> Int[np.ndarray, " seq
     return counts
 
 
-@functools.partial(jax.jit, static_argnames=("config", "resolutions", "options"), donate_argnames=("keys", "values"))
+@functools.partial(jax.jit, static_argnames=("config", "resolutions"), donate_argnames=("keys", "values"))
 def _step(
     config: ModelConfig,
     params: Params,
@@ -218,11 +218,8 @@ def _step(
     values: tuple[Slots, ...],
     *,
     resolutions: Resolutions,
-    options: Options,
     **batch: Array,
 ) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
     """The next token of each sequence, and the cache; ``batch`` are the other arrays of ``forward_ragged``."""
-    logits, keys, values = forward_ragged(
-        config, params, tokens, keys, values, resolutions=resolutions, options=options, **batch
-    )
+    logits, keys, values = forward_ragged(config, params, tokens, keys, values, resolutions=resolutions, **batch)
     return logits.argmax(-1).astype(jnp.int32), keys, values

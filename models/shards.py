@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,21 @@ def check_dtype(name: str, file: File, dtype: str) -> None:
             f"{name!r} in {file.path.name} is stored as {dtype}; weights are read from {', '.join(file.accepted)}: "
             "convert it with the program that wrote it."
         )
+
+
+def check_fit(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str]
+) -> None:
+    """Raise CheckpointError where a tensor is missing, of another shape, or has no place; ``where`` names its file."""
+    for name, shape in found.items():
+        if name not in wanted:
+            raise CheckpointError(f"{where(name)} holds {name!r}, which this configuration has no place for.")
+        if shape != wanted[name]:
+            raise CheckpointError(f"{name!r} in {where(name)} has shape {shape}; expected {wanted[name]}.")
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"the checkpoint lacks {missing[0]!r}{more}, which its configuration needs.")
 
 
 @jax.jit

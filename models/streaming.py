@@ -28,7 +28,7 @@ from .config import AttentionType, ModelConfig
 from .forward_pass import Hidden, embed, layer_forward, logits_of, turns_of, whole_sequence
 from .loss import token_nats
 from .parameters import Params
-from .planning import Call, Options, Resolutions, check_call, freeze_options, planned
+from .planning import Call, Resolutions, check_call, planned
 from .transformer import Transformer, check_tokens
 
 
@@ -44,10 +44,12 @@ def streamed_nats(
 
     The exponential of the mean is the perplexity. ``batch`` sequences are computed at a time. ``resolutions`` are those
     of :func:`attnsuite.models.planning.resolve_attention` for ``batch`` and ``length - 1``, where the caller has asked
-    already. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`, of which only ``backend_options``
-    counts beside ``resolutions``. Raises ValueError for tokens that do not fit, and CheckpointError as reading does.
+    already. ``call`` are the keywords of :class:`attnsuite.models.planning.Call`, in their place. Raises ValueError for
+    tokens that do not fit and for both, and CheckpointError as reading does.
     """
     check_call(call)
+    if resolutions is not None and call:
+        raise ValueError(f"resolutions and {next(iter(call))} are both given; resolutions have backend and options.")
     config, tokens = checkpoint.config, np.asarray(check_tokens(np.asarray(tokens), checkpoint.config.vocab_size))
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [sequences, 2 or more].")
@@ -57,9 +59,7 @@ def streamed_nats(
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
     problem = {"batch": batch, "query_length": length, "needs_grad": False}
-    found: Resolutions = planned(config, call, **problem)["resolutions"] if resolutions is None else resolutions
-    resolved = dict(found)
-    options = freeze_options(call.get("backend_options"))
+    resolved = dict(planned(config, call, **problem) if resolutions is None else resolutions)
     hidden = embedded(checkpoint, [part[:, :-1] for part in parts])
     carries: list[dict[str, Carry]] = [dict.fromkeys(resolved, ()) for _ in parts]
     for i in range(config.num_layers):
@@ -69,7 +69,7 @@ def streamed_nats(
         index = 0 if resolution.backend.exact else i
         for n, x in enumerate(hidden):
             hidden[n], carries[n][kind] = _run_layer(
-                config, layer, x, carries[n][kind], kind=kind, index=index, resolution=resolution, options=options
+                config, layer, x, carries[n][kind], kind=kind, index=index, resolution=resolution
             )
         jax.block_until_ready(hidden)
         del layer
@@ -111,15 +111,14 @@ def run_layer(
     kind: AttentionType,
     index: int,
     resolution: Resolution,
-    options: Options,
 ) -> tuple[Hidden, Carry]:
     """One layer over whole sequences; ``index`` is the layer that the plan runs."""
-    plan = resolution.plan(Layout(), dict(options))
+    plan = resolution.plan(Layout())
     turns = turns_of(config, *whole_sequence(x.shape[1]))
     return layer_forward(config, layer, x, turns[kind], plan, index, carry)
 
 
-LAYER_STATICS = ("config", "kind", "index", "resolution", "options")
+LAYER_STATICS = ("config", "kind", "index", "resolution")
 _run_layer = jax.jit(run_layer, static_argnames=LAYER_STATICS, donate_argnames=("x",))
 
 

@@ -23,7 +23,7 @@ from .config import ModelConfig
 from .forward_pass import forward
 from .loss import counted_targets, next_token_loss
 from .parameters import Params
-from .planning import Options, Resolutions
+from .planning import Resolutions
 from .rematerialise import Remat
 
 Trained = Any  # the parameters of a model, or the adapters on top of them
@@ -46,7 +46,6 @@ def training_step(
     resolutions: Resolutions,
     update: optax.GradientTransformation,
     *,
-    options: Options = (),
     remat: Remat = "none",
 ) -> Step:
     """A function of ``(trained, state, batch, base)`` to the updated two and the loss before the update.
@@ -54,7 +53,7 @@ def training_step(
     ``trained`` are all parameters where ``base`` is None, and else the adapters on ``base``, which stays.
     The loss is the mean over all counted targets of the batch, nats, float32.
     """
-    gradient = loss_and_gradient(config, resolutions, options=options, remat=remat)
+    gradient = loss_and_gradient(config, resolutions, remat=remat)
 
     def step(trained: Trained, state: Any, batch: Batch, base: Params | None = None) -> tuple[Trained, Any, Array]:
         loss, gradients = gradient(trained, batch, base)
@@ -65,7 +64,7 @@ def training_step(
 
 
 def loss_and_gradient(
-    config: ModelConfig, resolutions: Resolutions, *, options: Options = (), remat: Remat = "none"
+    config: ModelConfig, resolutions: Resolutions, *, remat: Remat = "none"
 ) -> Callable[[Trained, Batch, Params | None], tuple[Float[Array, ""], Trained]]:
     """A function of ``(trained, batch, base)`` to the loss and its gradient; see :func:`training_step`."""
 
@@ -73,7 +72,7 @@ def loss_and_gradient(
         trained: Trained, tokens: Array, segment_ids: Array | None, total: Array, base: Params | None
     ) -> Array:
         params = trained if base is None else lora.attach(base, trained)
-        logits = forward(config, params, tokens, segment_ids, resolutions=resolutions, options=options, remat=remat)
+        logits = forward(config, params, tokens, segment_ids, resolutions=resolutions, remat=remat)
         return next_token_loss(logits, tokens, segment_ids, total=total)
 
     part_gradient = jax.value_and_grad(part_loss)

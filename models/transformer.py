@@ -25,10 +25,10 @@ from .padding import segment_ids_of
 from .parameters import Params, initialise, parameter_shapes
 from .planning import Call, planned
 
-compiled_forward = jax.jit(forward, static_argnames=("config", "resolutions", "options"))
+compiled_forward = jax.jit(forward, static_argnames=("config", "resolutions"))
 compiled_forward_cached = jax.jit(
     forward_cached,
-    static_argnames=("config", "resolutions", "options", "fresh", "last_only", "tree"),
+    static_argnames=("config", "resolutions", "fresh", "last_only", "tree"),
     donate_argnames=("keys", "values"),
 )
 
@@ -89,7 +89,7 @@ class Transformer(nnx.Module):
         """
         dtype = None if capacity is None else default_dtype(self.config)
         problem = {"key_value_length": capacity, "dtype": dtype, "packed": packed, "needs_grad": needs_grad}
-        return dict(planned(self.config, call, batch=batch, query_length=length, **problem)["resolutions"])
+        return dict(planned(self.config, call, batch=batch, query_length=length, **problem))
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ class Transformer(nnx.Module):
             segment_ids = segment_ids_of(padding_mask, tokens.shape, segment_ids)
         packed = segment_ids is not None
         found = planned(self.config, call, batch=batch, query_length=length, packed=packed, needs_grad=needs_grad)
-        return compiled_forward(self.config, self.arrays(), tokens, segment_ids, **found)
+        return compiled_forward(self.config, self.arrays(), tokens, segment_ids, resolutions=found)
 
     def new_cache(
         self,
@@ -157,10 +157,6 @@ class Transformer(nnx.Module):
         """
         tokens = check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
-        if "full" in self.config.attention_types:
-            raise ValueError(
-                "attention='full' sees later tokens, so it cannot be cached; call the model on all of them."
-            )
         if batch != cache.batch:
             raise ValueError(f"tokens has {batch} rows, but the cache was made for {cache.batch}; they must be equal.")
         after = cache.lengths_after(length, lengths)
@@ -175,7 +171,9 @@ class Transformer(nnx.Module):
             cache.values,
             cache.lengths,
             after,
-            **planned(self.config, call, batch=batch, query_length=length, needs_grad=False, tree=tree, **problem),
+            resolutions=planned(
+                self.config, call, batch=batch, query_length=length, needs_grad=False, tree=tree, **problem
+            ),
             fresh=cache.is_empty,
             last_only=last_only,
             tree=tree,

@@ -217,9 +217,7 @@ class SuiteLM(TemplateLM):
             lengths_of["in a step of decoding behind %d tokens: %s"] = (1, length)
         for sentence, (queries, capacity) in lengths_of.items():
             found = self._model.resolutions(1, queries, capacity=capacity, needs_grad=False, **self._attention)
-            for selected in selected_shares(
-                tuple(found.items()), self._attention["backend_options"], self._model.config
-            ):
+            for selected in selected_shares(tuple(found.items()), self._model.config):
                 for line in (*self.notes, *selected.lines):
                     _log.warning(sentence, length, line)
 

@@ -21,7 +21,7 @@ from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, 
 from attnsuite.backends.contract import SelectedShare, SelectsKeys
 from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
 from attnsuite.models.parameters import count_parameters
-from attnsuite.models.planning import Resolutions, freeze_options, resolve_attention
+from attnsuite.models.planning import Resolutions, resolve_attention
 
 from .cell import Cell, Outcome
 from .errors import InputError
@@ -131,13 +131,7 @@ def run(request: StreamRequest) -> tuple[Record, tuple[str, ...]]:
 
 
 def _nats(request: StreamRequest, checkpoint: Checkpoint, rows: np.ndarray, attention: _Attention) -> np.ndarray:
-    return streamed_nats(
-        checkpoint,
-        rows,
-        batch=request.batch,
-        backend_options=attention.options,
-        resolutions=attention.resolutions,
-    )
+    return streamed_nats(checkpoint, rows, batch=request.batch, resolutions=attention.resolutions)
 
 
 def _against(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
@@ -206,11 +200,11 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
         if found.mode == "fallback":
             lines += [f"the options of {request.backend} were not used: another backend ran"] if options else []
             continue
-        plan = found.plan(Layout(), dict(freeze_options(options)))
+        plan = found.plan(Layout())
         lines += [f"note: {note}" for note in plan.notes]
         if not found.backend.exact and not isinstance(found.backend, SelectsKeys):
             lines.append(f"kept: {found.backend.name} is approximate and does not say what it keeps")
-    selected = selected_shares(resolutions, options, config)
+    selected = selected_shares(resolutions, config)
     lines += [line for one in selected for line in one.lines] + list(sources if selected else ())
     return _Attention(resolutions, options, selected, tuple(lines))
 

@@ -26,7 +26,7 @@ from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, lora
 from attnsuite.models.optimizer import OptimizerName, make_optimizer
 from attnsuite.models.packing import Packed, pack
 from attnsuite.models.parameters import Params
-from attnsuite.models.planning import Options, Resolutions, freeze_options, resolve_attention
+from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.rematerialise import Remat
 from attnsuite.models.resume import SavedSteps, missing, open_saved
 from attnsuite.models.sharded_training import MeshSizes, Placement, place_on
@@ -100,7 +100,6 @@ class Training:
 
     config: ModelConfig
     resolutions: Resolutions
-    options: Options
     batch_of: Callable[[int], Batch]
     trained: Trained
     base: Params | None
@@ -151,7 +150,7 @@ def open_training(request: TrainRequest) -> Training:
     except (ValueError, BackendUnavailableError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
     digest = hashlib.sha256(data.tobytes()).hexdigest()
-    return Training(config, resolutions, freeze_options(options), batch_of, trained, base, update, digest, placement)
+    return Training(config, resolutions, batch_of, trained, base, update, digest, placement)
 
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
@@ -229,7 +228,7 @@ def _started(
     request: TrainRequest, opened: Training
 ) -> tuple[Trained, Any, Params | None, Step, Callable[[int], Batch]]:
     """What the steps begin with, each array where it lies: trained, state, base; the step; and the batches."""
-    step = training_step(opened.config, opened.resolutions, opened.update, options=opened.options, remat=request.remat)
+    step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
     trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step donates its arrays
     place = opened.placement
     if place is None:

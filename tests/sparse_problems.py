@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends import AttentionSpec, Layout, Target, plan
 from attnsuite.backends.kascade import KASCADE, Selection, Settings, TileLayout, Tiling, reference
+from attnsuite.backends.standard import STANDARD
 from attnsuite.testing import problems
 
 SETTINGS = Settings(top_k=0.3, min_keys=0, tile_size=16, query_tile=16)
@@ -75,12 +76,13 @@ def _select(spec, tiling, layout, query, key):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(spec, tiling, layout, query, key, value, selection):
-    return reference.attend(spec, layout, tiling, query, key, value, selection)
+    mask = reference.attended(spec, layout, tiling, selection)
+    return reference.under_mask(spec, query, key, value, mask, Target("cpu"))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _dense(spec, layout, query, key, value):
-    return reference.dense(spec, layout, query, key, value)
+    return plan(STANDARD, spec, layout, target=Target("cpu")).run(query, key, value)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

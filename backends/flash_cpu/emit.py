@@ -206,10 +206,6 @@ class Function:
         """The null pointer."""
         return Value(self, ir.Constant(ptr, None))
 
-    def lanes(self, count: int) -> Value:
-        """0, 1, 2, ... as int32."""
-        return Value(self, ir.Constant(vector(i32, count), list(range(count))))
-
     def variable(self, initial: Value) -> Variable:
         """A variable that starts as ``initial``."""
         variable = Variable(self.stack(initial.type), initial.type)

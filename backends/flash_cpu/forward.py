@@ -26,9 +26,10 @@ from .isa import Isa
 from .panels import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
 from .running_sums import RunningSums
-from .softmax import HIDDEN, GroupPointers, softmax
+from .softmax import HIDDEN, softmax
 
 BLOCK_KEYS = 96
+_OF_GROUP = ("top", "total", "decay", "first", "last", "query_id")  # in the order of the softmax function's arguments
 UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come out as zero in the backward pass
 
 
@@ -294,11 +295,10 @@ def emit_attend(
                 with e.when(some):
                     s = w.at(at["scores"]).at(g, 4)
                     scores.emit(e, k, w.at(at["query"]).at(g, 4), s, live.start, live.stop)
-                    running = GroupPointers(
-                        *(w.at(at[n_]).at(g, 4) for n_ in ("top", "total", "decay", "first", "last", "query_id"))
-                    )
+                    running = {name: w.at(at[name]).at(g, 4) for name in _OF_GROUP}
                     of_group = [] if modify is None else [w.at(at["added_rows"]).at(g, 4)]
-                    inputs = (s, *running.all, *block, numbers, *to_add, *of_group, *pools[:1], live.start, live.stop)
+                    visited = (live.start, live.stop)
+                    inputs = (s, *running.values(), *block, numbers, *to_add, *of_group, *pools[:1], *visited)
                     raised = e.variable(e.const(ir.IntType(1), 0))
                     e.either(
                         live.mixed,
@@ -306,16 +306,16 @@ def emit_attend(
                         lambda a=inputs, r=raised: r.set(e.run(plain, *a)),
                     )
                     with e.when(raised()):
-                        sums.rescale(e, w, i, g, running.decay)
+                        sums.rescale(e, w, i, g, running["decay"])
                     for to_top in pools[1:]:
                         for lane in range(0, isa.group, isa.lanes):
-                            to_top.at(lane, 4).store(running.top.at(lane, 4).load(type_))
+                            to_top.at(lane, 4).store(running["top"].at(lane, 4).load(type_))
                     if value_width:
                         out = w.at(at["out"]).at(g * value_width, 4)
-                        weigh.emit(e, s, v, out, (0, isa.group), (live.start, live.stop))
+                        weigh.emit(e, s, v, out, (0, isa.group), visited)
                         with e.when(marks.load(i32).compare("!=", 0)):
-                            seen_by = (running.first, running.last, running.query_id)
-                            e.run(spoil, marks, running.total, *seen_by, *block, *to_add, live.start, live.stop)
+                            seen_by = (running[name] for name in ("first", "last", "query_id"))
+                            e.run(spoil, marks, running["total"], *seen_by, *block, *to_add, *visited)
     return e.function
 
 

@@ -31,11 +31,6 @@ def directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "attnsuite" / "flash_cpu"
 
 
-def digest(*parts: str) -> str:
-    """One name for a list of texts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
 def read(key: str) -> bytes | None:
     """The object file of ``key``; None if there is none that is whole and made for this key."""
     try:

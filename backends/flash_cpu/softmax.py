@@ -11,7 +11,6 @@ scores into powers of two, ``s = raw * scale``; it is fused into the subtraction
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -31,23 +30,6 @@ Modify = Callable[[Function, Value, Value | float, Value, int, Value], tuple[Val
 
 # Numbers that every kernel is given, float32: from a raw product to a power of two, and the soft cap's two factors.
 SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE = range(0, 16, 4)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupPointers:
-    """Pointers to a group's running numbers (float32) and to its intervals and ids (int32)."""
-
-    top: Value
-    total: Value
-    decay: Value
-    first: Value
-    last: Value
-    query_id: Value
-
-    @property
-    def all(self) -> tuple[Value, ...]:
-        """In the order of the softmax function's arguments."""
-        return self.top, self.total, self.decay, self.first, self.last, self.query_id
 
 
 def capped(e: Function, isa: Isa, raw: Value, numbers: Value) -> Value:

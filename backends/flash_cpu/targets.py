@@ -77,9 +77,8 @@ def build(kind: str, kernel: Any, module: Any, isa: Isa) -> None:
 def cache_key(kind: str, kernel: Any, isa: Isa, processor: Processor) -> str:
     """A digest of everything that the object code depends on."""
     versions = (metadata.version("llvmlite"), metadata.version("jaxlib"), generator_digest())
-    return object_cache.digest(
-        kind, repr(kernel), isa.name, processor.triple, processor.cpu, processor.feature_text(isa), *versions
-    )
+    parts = kind, repr(kernel), isa.name, processor.triple, processor.cpu, processor.feature_text(isa), *versions
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache

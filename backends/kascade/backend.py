@@ -119,8 +119,6 @@ class Kascade:
         schedule has no such layer, or if a reuse layer gets no selection.
         """
         settings = _settings(spec, target, mode, options)
-        if self.heads is not None and (reasons := tuple(_sharding_reasons(settings, spec))):
-            raise ValueError(" ".join(reasons))
         roles = _roles(settings, spec)
         num_layers = None if roles is None else len(roles)
         tiling = Tiling.of(spec, settings)
@@ -160,8 +158,9 @@ class Kascade:
                 return anchor(())
             if isinstance(layer, jax.Array):
                 return _traced_role(roles, layer, spec, by_role)
-            role = _role(roles, layer)
-            return by_role[role.role](role.head_map)
+            if not 0 <= layer < len(roles):
+                raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(roles)} layers.")
+            return by_role[roles[layer].role](roles[layer].head_map)
 
         attend = attend if spec.needs_grad else forward_only(attend)
         return Plan(attend, num_layers=num_layers, key_blocks=(tiling.unit,))
@@ -221,12 +220,6 @@ def _traced_role(
     used = [name for name in by_role if name in {role.role for role in roles}]
     which = jnp.asarray([used.index(role.role) for role in roles])
     return jax.lax.switch(which[layer], [by_role[name] for name in used], head_maps[layer])
-
-
-def _role(roles: tuple[LayerRole, ...], layer: int) -> LayerRole:
-    if not 0 <= layer < len(roles):
-        raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(roles)} layers.")
-    return roles[layer]
 
 
 def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: Any) -> Selection:

@@ -25,7 +25,7 @@ from ..flash_cpu.visibility import Visibility, visibility
 from ..kv_layout import swap
 from . import steps
 from .kernels import Kernels
-from .selection import TileLayout
+from .selection import Selection, TileLayout, select
 from .settings import Settings
 
 
@@ -64,12 +64,12 @@ class FlashCpuKernels(Kernels):
             return steps.pooled_mass(self.spec, self.tiling, layout, query, key)[0][:, :, None]
         return self._mass(layout, query, key, None)[0]
 
-    def dense(self, layout: TileLayout, query: Array, key: Array, value: Array) -> tuple[Array, Array] | None:
-        """As :meth:`Kernels.dense`."""
+    def dense_layer(self, layout: TileLayout, query: Array, key: Array, value: Array) -> tuple[Array, Selection] | None:
+        """As :meth:`Kernels.dense_layer`."""
         if self._mass_by_xla:
             return None
         mass, out = self._mass(layout, query, key, value)
-        return out, mass
+        return out, select(self.tiling, layout, mass, self.settings.ablation)
 
     @property
     def _mass_by_xla(self) -> bool:

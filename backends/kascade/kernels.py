@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from ..contract import AttentionSpec
 from ..devices import Target
@@ -22,9 +22,11 @@ from .settings import Settings, Tiling
 class Kernels:
     """The kernels for one problem, prefill or decoding (``query_length`` 1); made once per plan.
 
-    Arrays lie as in the contract: ``query [B, T, N, H]``, ``key [B, S, K, H]``, ``value [B, S, K, Hv]``, of
-    ``spec.dtype``, neither padded nor scaled (``spec.softmax_scale``, then ``spec.logits_soft_cap``). ``layout`` holds
-    query positions padded to whole query tiles, key lengths, and segment ids or None; NumPy arrays if static.
+    Arrays lie as in the contract: ``query [B, T, N, H]``, ``key [B, S, K, H]``, ``value [B, S, K, Hv]``, output and
+    ``d_out [B, T, N, Hv]``, of ``spec.dtype``, neither padded nor scaled (``spec.softmax_scale``, then
+    ``spec.logits_soft_cap``). ``listed [B, K, query tiles, slots]`` int32 and the pooled mass
+    ``[B, K, query tiles, units]`` are by tiles. ``layout`` holds query positions padded to whole query tiles, key
+    lengths, and segment ids or None; NumPy arrays if static.
     """
 
     spec: AttentionSpec
@@ -37,12 +39,7 @@ class Kernels:
         """Every reason, one sentence each, why the kernels cannot compute this; () where they can."""
         return ()
 
-    def pooled_mass(
-        self,
-        layout: TileLayout,
-        query: Float[Array, "batch q_len heads head_dim"],
-        key: Float[Array, "batch kv_len kv_heads head_dim"],
-    ) -> Float[Array, "batch kv_heads query_tiles units"]:
+    def pooled_mass(self, layout: TileLayout, query: Array, key: Array) -> Array:
         """As ``reference.pooled_mass``: post-softmax, summed over rows of a tile and a group.
 
         float32. Never writes an array of the size of queries x keys. Rows beyond ``query_length`` must not contribute;
@@ -54,64 +51,32 @@ class Kernels:
         """The selection of an anchor, by :meth:`pooled_mass`."""
         return select(self.tiling, layout, self.pooled_mass(layout, query, key), self.settings.ablation)
 
-    def dense_layer(
-        self, layout: TileLayout, query: Array, key: Array, value: Array
-    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Selection] | None:
-        """Attention to all keys, and the selection; None where :meth:`dense` has none."""
-        found = self.dense(layout, query, key, value)
-        return None if found is None else (found[0], select(self.tiling, layout, found[1], self.settings.ablation))
+    def dense_layer(self, layout: TileLayout, query: Array, key: Array, value: Array) -> tuple[Array, Selection] | None:
+        """Attention to all keys, and the selection, in one pass over the keys; None where there is no such pass."""
+        return None
 
     def attend_selected(
         self, layout: TileLayout, query: Array, key: Array, value: Array, selection: Selection
-    ) -> Float[Array, "batch q_len heads v_dim"]:
+    ) -> Array:
         """:meth:`attend` to a selection and to the local region of each query tile."""
         return self.attend(layout, query, key, value, with_local(self.tiling, layout, selection))
 
-    def dense(
-        self,
-        layout: TileLayout,
-        query: Float[Array, "batch q_len heads head_dim"],
-        key: Float[Array, "batch kv_len kv_heads head_dim"],
-        value: Float[Array, "batch kv_len kv_heads v_dim"],
-    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Float[Array, "batch kv_heads query_tiles units"]] | None:
-        """Attention to all keys and the pooled mass, in one pass over the keys; None where there is no such pass."""
-        return None
-
     def attend_with_residuals(
-        self,
-        layout: TileLayout,
-        query: Float[Array, "batch q_len heads head_dim"],
-        key: Float[Array, "batch kv_len kv_heads head_dim"],
-        value: Float[Array, "batch kv_len kv_heads v_dim"],
-        listed: Int[Array, "batch kv_heads query_tiles slots"],
-    ) -> tuple[Float[Array, "batch q_len heads v_dim"], Any] | None:
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array
+    ) -> tuple[Array, Any] | None:
         """:meth:`attend`, and what :meth:`gradients` needs of it; None where the kernels have no backward pass."""
         return None
 
     def gradients(
-        self,
-        layout: TileLayout,
-        query: Float[Array, "batch q_len heads head_dim"],
-        key: Float[Array, "batch kv_len kv_heads head_dim"],
-        value: Float[Array, "batch kv_len kv_heads v_dim"],
-        listed: Int[Array, "batch kv_heads query_tiles slots"],
-        residuals: Any,
-        d_out: Float[Array, "batch q_len heads v_dim"],
+        self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array, residuals: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """Gradients of query, key and value in their dtypes, for the output's ``d_out``, from the residuals."""
         raise NotImplementedError
 
-    def attend(
-        self,
-        layout: TileLayout,
-        query: Float[Array, "batch q_len heads head_dim"],
-        key: Float[Array, "batch kv_len kv_heads head_dim"],
-        value: Float[Array, "batch kv_len kv_heads v_dim"],
-        listed: Int[Array, "batch kv_heads query_tiles slots"],
-    ) -> Float[Array, "batch q_len heads v_dim"]:
+    def attend(self, layout: TileLayout, query: Array, key: Array, value: Array, listed: Array) -> Array:
         """Attention of query tile i of KV head k to the units ``listed[b, k, i]``, in the dtype of the query.
 
-        ``listed`` int32 is the result of :func:`attnsuite.backends.kascade.selection.with_local`: ascending, distinct,
+        ``listed`` is the result of :func:`attnsuite.backends.kascade.selection.with_local`: ascending, distinct,
         -1 to the end, local region included. Unit u holds the key slots ``u * tiling.unit`` to
         ``(u + 1) * tiling.unit - 1``; slots from ``layout.lengths`` on do not exist.
         :func:`attnsuite.backends.kascade.selection.may_see` is the mask inside a unit. It is needed for units that

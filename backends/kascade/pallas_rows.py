@@ -45,11 +45,12 @@ class FlatLayout(NamedTuple):
 class PallasKernels(Kernels):
     """Attention to listed tiles and the pooled mass, of rows and padded heads; the device's form does the rest.
 
-    ``misfits(spec, tiling, settings, target)`` says why a device of ``platform`` cannot hold the blocks. On any other
-    the kernels are interpreted.
+    ``cut(spec, tiling, settings)`` makes the blocks, and ``misfits(spec, tiling, settings, target)`` says why a device
+    of ``platform`` cannot hold them. On any other the kernels are interpreted.
     """
 
     platform: ClassVar[Platform]
+    cut: ClassVar[Callable[[AttentionSpec, Tiling, Settings], TileBlocks]]
     misfits: ClassVar[Callable[[AttentionSpec, Tiling, Settings, Target], Iterator[str]]]
 
     @classmethod
@@ -64,15 +65,15 @@ class PallasKernels(Kernels):
         fits = target.platform != cls.platform
         return () if fits else tuple(cls.misfits(spec, Tiling.of(spec, settings), settings, target))
 
-    @property
+    @functools.cached_property
     def blocks(self) -> TileBlocks:
         """How a kernel cuts the problem."""
-        raise NotImplementedError
+        return type(self).cut(self.spec, self.tiling, self.settings)
 
     @property
     def row_block(self) -> int:
         """Queries of a block of rows."""
-        raise NotImplementedError
+        return self.blocks.block_q
 
     def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "..."]:
         """The pooled mass by query tile, part of it, and unit."""

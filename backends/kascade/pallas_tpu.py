@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from .block_sizes import LANES, TileBlocks, tpu_blocks, tpu_reasons
+from .block_sizes import LANES, tpu_blocks, tpu_reasons
 from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, block_visible, product, where_needed
 from .pallas_tpu_backward import gradient_call
 
@@ -39,17 +39,8 @@ class TpuKernels(PallasKernels):
     """The kernels in blocks for a TPU's vector memory."""
 
     platform = "tpu"
+    cut = staticmethod(tpu_blocks)
     misfits = staticmethod(tpu_reasons)
-
-    @functools.cached_property
-    def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleMethodOverride]  (kept)
-        """How a kernel cuts the problem."""
-        return tpu_blocks(self.spec, self.tiling, self.settings)
-
-    @property
-    def row_block(self) -> int:
-        """Queries of a block of rows."""
-        return self.blocks.block_q
 
     def attend_rows(
         self,

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
 from ..merging import merge_parts
-from .block_sizes import TileBlocks, gpu_blocks, gpu_reasons
+from .block_sizes import gpu_blocks, gpu_reasons
 from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, product
 
 # Fewer programs leave processors of a GPU idle: an H200 has 132. With 8 programs, whose keys nobody shared, a decode
@@ -34,12 +34,8 @@ class TritonKernels(PallasKernels):
     """The kernels in blocks for a GPU's shared memory."""
 
     platform = "cuda"
+    cut = staticmethod(gpu_blocks)
     misfits = staticmethod(gpu_reasons)
-
-    @functools.cached_property
-    def blocks(self) -> TileBlocks:  # pyright: ignore[reportIncompatibleMethodOverride]  (kept)
-        """How a kernel cuts the problem."""
-        return gpu_blocks(self.spec, self.tiling, self.settings)
 
     @property
     def row_block(self) -> int:

@@ -19,6 +19,31 @@ from .selection import select as select_by
 from .settings import Ablation, Tiling
 
 
+def probabilities(
+    spec: AttentionSpec,
+    layout: Layout,
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+) -> Float[Array, "batch heads q_len kv_len"]:
+    """Dense attention of each query to each key, float32; a row that sees nothing is 0."""
+    b, t, n, h = query.shape
+    s, kv_heads = key.shape[1:3]
+    grouped = query.reshape(b, t, kv_heads, n // kv_heads, h)
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    weights, total, _ = standard.exponentials(logits.reshape(b, n, t, s), may_attend(spec, layout))
+    return weights / total
+
+
+def pooled(tiling: Tiling, x: Float[Array, "*lead q_len kv_len"]) -> Float[Array, "*lead query_tiles units"]:
+    """Sums over the queries of each tile and the keys of each unit."""
+    short = tiling.padded_queries - x.shape[-2], tiling.units * tiling.unit - x.shape[-1]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more) for more in short])
+    shape = (*x.shape[:-2], tiling.query_tiles, tiling.query_tile, tiling.units, tiling.unit)
+    return x.reshape(shape).sum((-3, -1))
+
+
 def pooled_mass(
     spec: AttentionSpec,
     layout: Layout,
@@ -30,18 +55,9 @@ def pooled_mass(
 
     A row that sees a key counts 1 in total; a row that sees nothing, and a padding row of the last tile, counts 0.
     """
-    b, t, n, h = query.shape
-    s, kv_heads = key.shape[1:3]
-    grouped = query.reshape(b, t, kv_heads, n // kv_heads, h)
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
-    if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    mask = may_attend(spec, layout)
-    flat = logits.reshape(b, n, t, s)
-    weights, total, _ = standard.exponentials(flat, mask)
-    probs = (weights / total).reshape(b, kv_heads, -1, t, s).sum(2)
-    probs = jnp.pad(probs, ((0, 0), (0, 0), (0, tiling.padded_queries - t), (0, tiling.units * tiling.unit - s)))
-    return probs.reshape(b, kv_heads, tiling.query_tiles, tiling.query_tile, tiling.units, tiling.unit).sum((3, 5))
+    probs = probabilities(spec, layout, query, key)
+    b, _, t, s = probs.shape
+    return pooled(tiling, probs.reshape(b, key.shape[2], -1, t, s).sum(2))
 
 
 def select(
@@ -69,37 +85,16 @@ def attended(
     return chosen if mask is None else chosen & mask
 
 
-def attend(
+def under_mask(
     spec: AttentionSpec,
-    layout: Layout,
-    tiling: Tiling,
     query: Float[Array, "batch q_len heads head_dim"],
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads v_dim"],
-    selection: Selection,
+    mask: Bool[Array, "#batch #heads q_len kv_len"],
+    target: Target,
 ) -> Float[Array, "batch q_len heads v_dim"]:
-    """Attention to the selected units and the local region, in this layer's keys and values."""
-    mask = attended(spec, layout, tiling, selection)
+    """``standard`` attention to the pairs of ``mask`` alone."""
     bare = dataclasses.replace(
-        spec,
-        dtype=str(query.dtype),  # a check may ask for the float32 of a problem in half precision
-        is_causal=False,
-        has_segment_ids=False,
-        has_positions=False,
-        has_seq_lengths=False,
-        has_mask=True,
+        spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
     )
-    masked = plan(standard.STANDARD, bare, Layout(mask=mask), target=Target("cpu"))
-    return masked.run(query, key, value)[0]
-
-
-def dense(
-    spec: AttentionSpec,
-    layout: Layout,
-    query: Float[Array, "batch q_len heads head_dim"],
-    key: Float[Array, "batch kv_len kv_heads head_dim"],
-    value: Float[Array, "batch kv_len kv_heads v_dim"],
-) -> Float[Array, "batch q_len heads v_dim"]:
-    """Attention to everything visible: a dense layer's output."""
-    spec = dataclasses.replace(spec, dtype=str(query.dtype))
-    return plan(standard.STANDARD, spec, layout, target=Target("cpu")).run(query, key, value)[0]
+    return plan(standard.STANDARD, bare, Layout(mask=mask), target=target).run(query, key, value)[0]

@@ -290,7 +290,7 @@ def _observed_layer(
         )
 
     turns = turns_of(config, *whole_sequence(x.shape[1]))
-    x, _ = layer_forward(config, layer, x, turns["global"], resolution.plan(Layout(), {}), 0, (), observe)
+    x, _ = layer_forward(config, layer, x, turns["global"], resolution.plan(Layout()), 0, (), observe)
     ((mass, turned),) = seen
     return x, mass, turned
 

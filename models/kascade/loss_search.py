@@ -18,7 +18,7 @@ from attnsuite.backends.contract import Carry
 from attnsuite.backends.kascade import Calibration, LayerRole, Schedule, greedy_by_loss
 from attnsuite.models.checkpoint import Checkpoint
 from attnsuite.models.forward_pass import Hidden
-from attnsuite.models.planning import freeze_options, resolve_attention
+from attnsuite.models.planning import resolve_attention
 from attnsuite.models.streaming import LAYER_STATICS, embedded, last_nats, outer_of_head, run_layer
 from attnsuite.models.transformer import Transformer
 
@@ -62,7 +62,6 @@ def schedule_losses(
     config, tokens = model.config, jnp.asarray(prompts, jnp.int32)
     length = tokens.shape[1] - 1
     (x,) = embedded(model, [tokens[:, :-1]])
-    options = freeze_options({**settings, "schedule": _ROLE_BY_ROLE})
     found = resolve_attention(
         config,
         batch=tokens.shape[0],
@@ -70,7 +69,7 @@ def schedule_losses(
         needs_grad=False,
         backend="kascade",
         on_unavailable="raise",
-        options=dict(options),
+        options={**settings, "schedule": _ROLE_BY_ROLE},
     )
     resolution = dict(found)["global"]
     states: dict[tuple[LayerRole, ...], tuple[Hidden, Carry]] = {(): (x, ())}
@@ -82,9 +81,7 @@ def schedule_losses(
             index = _ROLES.index(role.role)
             # A head map is applied here, so that layers with different maps share a compiled program.
             handed = carry.remapped(role.head_map) if role.role == "reuse" and role.head_map else carry
-            x, made = _run_layer(
-                config, layer, x, handed, kind="global", index=index, resolution=resolution, options=options
-            )
+            x, made = _run_layer(config, layer, x, handed, kind="global", index=index, resolution=resolution)
             behind[roles] = x, carry if role.role == "reuse" else made
         states = behind
     outer = outer_of_head(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from attnsuite.suite import statistics
@@ -55,22 +56,26 @@ def _of_text(guide: str, rows: dict[str, Record], why: str | None) -> Iterator[t
     lost = f"{estimate(found) if found else '-'} nats per byte lost"
     lost += f"; {', '.join(better)} loses less at the same share" if better else ""
     lost = withheld if why else lost
-    pairs, flops = (number(100 * kascade.quality[name]) for name in ("kept_pairs", "flops"))
+    pairs, flops, reuse = (_figure(kascade, name, 100) for name in ("kept_pairs", "flops", "reuse_layers"))
     if guide == "1b":
-        perplexity = withheld if why else f"{number(kascade.quality['perplexity'])}, per token"
+        perplexity = withheld if why else f"{_figure(kascade, 'perplexity')}, per token"
         yield (
             "perplexity 752,570.5",
-            f"dense {number(dense.quality['perplexity'])}, Kascade {perplexity}",
+            f"dense {_figure(dense, 'perplexity')}, Kascade {perplexity}",
             _BROKEN_MODEL,
         )
         yield "0% degradation", lost, _ONE_TEXT
-        reuse = number(100 * kascade.quality["reuse_layers"])
         shares = f"{reuse}% of the layers reuse; {pairs}% of the pairs kept, {flops}% of the FLOPs"
         yield "63% sparsity", shares, _LAYERS_COUNTED
     else:
         yield "accuracy: to be validated", lost, "The guide has no figure."
         yield "8 of 32 tiles", f"{pairs}% of the pairs kept, {flops}% of the FLOPs", _LOCAL_TILE
     yield "its schedule", next(iter(kascade.notes), "none recorded"), _CALIBRATED
+
+
+def _figure(record: Record, name: str, factor: float = 1) -> str:
+    """A figure of the quality of a row; a dash where its record has none of this name."""
+    return number(factor * record.quality.get(name, math.nan))
 
 
 def _time(members: dict[str, Group], length: int) -> str:

@@ -113,34 +113,25 @@ def in_short(content: Content) -> Iterator[Section]:
     yield Section("in_short", "In short", (_counts(content.records),), (*bounds, *content.unsupported()))
 
 
-def longest(content: Content) -> Iterator[Section]:
-    """The longest sequence that fits, and the shortest that does not."""
-    phrase = "longest sequence of this page that fits / the shortest"
-    yield from _bounds_section("longest", "Up to which length", phrase, _tried(content.models, "sequence"), content)
-
-
-def largest(content: Content) -> Iterator[Section]:
-    """The largest batch that fits, and the smallest that does not."""
-    phrase = "largest batch of this page that fits / the smallest"
+def bounds(content: Content) -> Iterator[Section]:
+    """The longest sequence and the largest batch that fit, each beside the least that does not."""
     slices = " On a slice the batch is that of all chips."
-    yield from _bounds_section("largest", "Up to which batch", phrase, _tried(content.models, "batch"), content, slices)
-
-
-def _bounds_section(
-    key: str, title: str, phrase: str, found: Found, content: Content, slices: str = ""
-) -> Iterator[Section]:
-    if not found:
-        return
-    sentences = (
-        f"The {phrase} that does not; \u201c\u2013\u201d where none was found. Between the two nothing was tried."
-        f"{slices}"
-    )
-    rows: dict[tuple[str, str], dict[str, Value]] = {}
-    for (what, backend, target), (fit, not_fit) in found.items():
-        row = rows.setdefault((what, backend), {"case": what, "backend": backend})
-        row[target] = f"{fit or DASH} / {not_fit or DASH}"
-    columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, content.targets)]
-    yield Section(key, title, (sentences,), tables=(table(key, "", columns, rows.values()),))
+    for key, field, title, phrase, more in (
+        ("longest", "sequence", "Up to which length", "longest sequence of this page that fits / the shortest", ""),
+        ("largest", "batch", "Up to which batch", "largest batch of this page that fits / the smallest", slices),
+    ):
+        rows: dict[tuple[str, str], dict[str, Value]] = {}
+        for (what, backend, target), (fit, not_fit) in _tried(content.models, field).items():
+            row = rows.setdefault((what, backend), {"case": what, "backend": backend})
+            row[target] = f"{fit or DASH} / {not_fit or DASH}"
+        if not rows:
+            continue
+        sentences = (
+            f"The {phrase} that does not; \u201c\u2013\u201d where none was found. Between the two nothing was tried."
+            f"{more}"
+        )
+        columns = [Column("case", "model", merge=True), Column("backend", "backend"), *map(_device, content.targets)]
+        yield Section(key, title, (sentences,), tables=(table(key, "", columns, rows.values()),))
 
 
 def compiled_overview(run_dir: Path) -> str:
@@ -363,12 +354,24 @@ def _reasons(numbers: Mapping[str, str]) -> list[str]:
     return [f"**{number}** {escape(text)}" for text, number in numbers.items()]
 
 
-def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table, ...]:
-    """Verdicts with seconds, and the sizes of the cells that have some: one table of both is wider than a page."""
+def _compiled(name: str, header: str) -> Column:
+    return Column(name, header, lambda record: scaled(record.memory.get(f"compiled_{name}"), 1 / MIB))
+
+
+def _share(record: Record) -> float | None:
+    peak, limit = record.memory.get("compiled_peak"), record.environment.get("target_memory")
+    return 100 * peak / limit if peak is not None and limit else None
+
+
+def every_cell(content: Content) -> Iterator[Section]:
+    """Verdicts with seconds, and the sizes of the cells that have some; folded.
+
+    One table of both is wider than a page.
+    """
     key = (_CASE, _BACKEND, _DEVICE)
     verdicts = (
         Column("verdict", "verdict", verdict),
-        Column("why", "why", lambda record: _why(record, numbers) or None),
+        Column("why", "why", lambda record: _why(record, content.numbers) or None),
         Column("lower", "lower (s)", lambda record: record.lower_seconds),
         Column("compile", "compile (s)", lambda record: record.compile_seconds),
     )
@@ -380,24 +383,11 @@ def _cells(records: Sequence[Record], numbers: Mapping[str, str]) -> tuple[Table
         Column("share", "% of memory", _share),
         _compiled("generated_code", "code (MiB)"),
     )
-    made = (table("cells", "", (*key, *verdicts), records),)
-    sized = [record for record in records if any(column.value(record) is not None for column in sizes)]
-    return (*made, table("cell_sizes", "Sizes", (*key, *sizes), sized)) if sized else made
-
-
-def _compiled(name: str, header: str) -> Column:
-    return Column(name, header, lambda record: scaled(record.memory.get(f"compiled_{name}"), 1 / MIB))
-
-
-def _share(record: Record) -> float | None:
-    peak, limit = record.memory.get("compiled_peak"), record.environment.get("target_memory")
-    return 100 * peak / limit if peak is not None and limit else None
-
-
-def every_cell(content: Content) -> Iterator[Section]:
-    """Verdict and sizes of each cell; folded."""
-    made = _cells(content.records, content.numbers)
-    yield Section("cells", "Every cell", tables=made, folded=plural(len(content.records), "cell"))
+    made = [table("cells", "", (*key, *verdicts), content.records)]
+    sized = [record for record in content.records if any(column.value(record) is not None for column in sizes)]
+    if sized:
+        made.append(table("cell_sizes", "Sizes", (*key, *sizes), sized))
+    yield Section("cells", "Every cell", tables=tuple(made), folded=plural(len(content.records), "cell"))
 
 
 def reproduce(content: Content) -> Iterator[Section]:
@@ -411,8 +401,7 @@ SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (
     in_short,
     lambda content: _matrix("ops", "Attention calls", content.ops, content),
     lambda content: _matrix("models", "Whole models", content.models, content),
-    longest,
-    largest,
+    bounds,
     kernels,
     section("schedules", "Schedules", "tables", lambda content: _scheduled(content.records), SCHEDULED),
     lambda content: program_table.programs(group(content.ops), targets=True),

@@ -23,7 +23,7 @@ from attnsuite.backends.function import FunctionBackend
 from attnsuite.models import ModelConfig, Transformer, load_text
 from attnsuite.models.optimizer import make_optimizer
 from attnsuite.models.parameters import Params
-from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
+from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 from attnsuite.models.sharded_training import Placement, place_on
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, compiled_step, training_step
@@ -96,16 +96,16 @@ def losses(
     case: TrainingCase, run: Run, found: Resolutions, placement: Placement | None = None
 ) -> tuple[float | None, ...]:
     """Nats before each update; None where a loss was not finite."""
-    config, options = config_of(case), freeze_options(BLOCKS.get(run.backend))
+    config = config_of(case)
     params = Transformer(config, rngs=nnx.Rngs(case.seed)).arrays()
     if run.order:
         params = reordered(params, np.random.default_rng(run.order).permutation(config.hidden_size))
     if placement is None:
-        state, step = _update(case).init(params), _step(case, found, options)
+        state, step = _update(case).init(params), _step(case, found)
     else:
         params = placement.put(params)
         state = placement.state(_update(case), params)
-        whole = training_step(config, found, _update(case), options=options)
+        whole = training_step(config, found, _update(case))
         step = placement.compiled_step(whole, params, state)
     nats = []
     for number in range(case.steps):
@@ -133,9 +133,9 @@ def _text() -> np.ndarray:
 
 
 @functools.cache
-def _step(case: TrainingCase, resolutions: Resolutions, options: Options) -> Step:
+def _step(case: TrainingCase, resolutions: Resolutions) -> Step:
     """Compiled once for all runs that share it."""
-    return compiled_step(training_step(config_of(case), resolutions, _update(case), options=options))
+    return compiled_step(training_step(config_of(case), resolutions, _update(case)))
 
 
 def _update(case: TrainingCase) -> optax.GradientTransformation:
@@ -145,12 +145,13 @@ def _update(case: TrainingCase) -> optax.GradientTransformation:
 def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, ...]]:
     """The resolutions on one device in the first mode that its backend takes; () and every reason if it takes none."""
     config, target, reasons = config_of(case), Target.here(), []
+    options = BLOCKS.get(run.backend)
     specs = [
         attention_spec(config, kind, batch=case.batch, query_length=case.length) for kind in config.attention_types
     ]
     modes: tuple[Mode, ...] = ("native",) if run.mesh or case.setting == "native" else ("native", "interpret")
     for mode in modes:
-        answers = [support(registry.get(run.backend), spec, target, mode) for spec in specs]
+        answers = [support(registry.get(run.backend), spec, target, mode, options) for spec in specs]
         if all(answers):
             found = resolve_attention(
                 config,
@@ -159,6 +160,7 @@ def _resolutions(case: TrainingCase, run: Run) -> tuple[Resolutions, tuple[str, 
                 backend=run.backend,
                 mode=mode,
                 on_unavailable="raise",
+                options=options,
             )
             if run.factors is None:
                 return found, ()

@@ -24,7 +24,7 @@ from attnsuite.models.cache import Slots, default_dtype
 from attnsuite.models.config import AttentionType
 from attnsuite.models.forward_pass import forward_cached
 from attnsuite.models.parameters import parameter_shapes
-from attnsuite.models.planning import Options, Resolutions, attention_spec, freeze_options, resolve_attention
+from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 from attnsuite.models.training import Batch, loss_and_gradient, training_step
 
 from ..measure.program import Program
@@ -75,8 +75,7 @@ def model_program(case: ModelCase, model: Transformer, backend: str) -> Program:
     found = resolutions_of(case, model.config, backend)
     if case.needs_grad:
         return _train(case, model, found)
-    options = freeze_options(options_of(case, model.config, backend))
-    return (_decode if case.is_decode else _prefill)(case, model, found, options)
+    return (_decode if case.is_decode else _prefill)(case, model, found)
 
 
 def options_of(case: ModelCase, config: ModelConfig, backend: str) -> Mapping[str, Any]:
@@ -139,14 +138,12 @@ def prompt_lengths(case: ModelCase) -> Int[np.ndarray, " batch"]:
     return lengths.astype(np.int32)
 
 
-def selected_shares(
-    resolutions: Resolutions, options: Mapping[str, Any], config: ModelConfig
-) -> tuple[SelectedShare, ...]:
+def selected_shares(resolutions: Resolutions, config: ModelConfig) -> tuple[SelectedShare, ...]:
     """What each attention type's backend selects, where it selects keys; empty where exact backends compute all."""
     return tuple(
         found.backend.selected_share(
             found.spec,
-            options,
+            dict(found.options),
             tuple(i for i, other in enumerate(config.layer_types) if other == kind),
             config.num_layers,
         )
@@ -157,7 +154,7 @@ def selected_shares(
 
 def notes(case: ModelCase, config: ModelConfig, backend: str) -> tuple[str, ...]:
     """Notes on how the case was run: what a sparse backend keeps, and the dtype of the cache."""
-    selected = selected_shares(resolutions_of(case, config, backend), options_of(case, config, backend), config)
+    selected = selected_shares(resolutions_of(case, config, backend), config)
     lines = tuple(line for one in selected for line in one.lines)
     held = default_dtype(config)
     if not case.is_decode or held == config.dtype:
@@ -200,7 +197,7 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: AttentionType, prompt: in
     return sum(count(prompt + step + 1) for step in range(case.new_tokens))
 
 
-def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> Callable[..., Any]:
+def prefill(config: ModelConfig, found: Resolutions) -> Callable[..., Any]:
     """``(params, tokens, keys, values, end) -> (logits of the last token, keys, values)``, behind an empty cache."""
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
@@ -214,7 +211,6 @@ def prefill(config: ModelConfig, found: Resolutions, options: Options = ()) -> C
             start,
             end,
             resolutions=found,
-            options=options,
             fresh=True,
             last_only=True,
         )
@@ -233,15 +229,15 @@ def train_step(config: ModelConfig, found: Resolutions) -> tuple[Callable[..., A
     return run, optimizer.init
 
 
-def _prefill(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
+def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
     cache = model.new_cache(case.batch, case.sequence)
     end = jnp.asarray(prompt_lengths(case))
     tokens = case_tokens(case, model.config)
     arguments = (model.arrays(), tokens, cache.keys, cache.values, end)
-    return Program(prefill(model.config, found, options), arguments, renewed=(1,))
+    return Program(prefill(model.config, found), arguments, renewed=(1,))
 
 
-def _decode(case: ModelCase, model: Transformer, found: Resolutions, options: Options) -> Program:
+def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
     cache = noisy_cache(case, model)
 
     def run(params: Any, tokens: Any, keys: Any, values: Any, start: Any) -> Any:
@@ -256,7 +252,6 @@ def _decode(case: ModelCase, model: Transformer, found: Resolutions, options: Op
                 start,
                 start + 1,
                 resolutions=found,
-                options=options,
                 last_only=True,
             )
             return (keys, values, start + 1), logits

@@ -116,7 +116,7 @@ def recall(case: RetrievalCase, backend: str) -> Outcome:
 
 def _with_selection(outcome: Outcome, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Outcome:
     """The outcome with what an approximate backend selected; without that its figures cannot be read."""
-    selected = selected_shares(resolutions_of_sequence(config, case.sequence, backend), {}, config)
+    selected = selected_shares(resolutions_of_sequence(config, case.sequence, backend), config)
     figures = {name: value for one in selected for name, value in one.figures.items()}
     notes = tuple(line for one in selected for line in one.lines)
     return dataclasses.replace(outcome, quality={**outcome.quality, **figures}, notes=notes)

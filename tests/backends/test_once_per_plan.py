@@ -59,6 +59,6 @@ def test_splash_reads_options_sorts_the_mask_and_makes_its_ids_once(counted):
 
 def test_kascade_reads_schedule_and_blocks_and_plans_dense_layers_once(counted):
     counted(backend, "_roles", "resolve")
-    counts = counted(pallas_tpu, "tpu_blocks")
+    counts = counted(pallas_tpu.TpuKernels, "cut")
     run_layers(KASCADE, spec_of(needs_grad=False), options={"schedule": DENSE_TWICE, "top_k": 0.5, "min_keys": 0})
-    assert counts == {"_roles": 1, "resolve": 1, "tpu_blocks": 1}
+    assert counts == {"_roles": 1, "resolve": 1, "cut": 1}

@@ -70,6 +70,8 @@ def test_what_never_fits_is_refused() -> None:
         Sizes(sequences=3, capacity=8, tokens_per_step=2)
     with pytest.raises(ValueError, match="tokens reach from 1 to 9999; this model has tokens 0 to 255"):
         serve(make(), [Request(prompt=(1, 9999), new_tokens=1)], SIZES)
+    with pytest.raises(ValueError, match="attention='full' sees later tokens, so it cannot be cached"):
+        serve(make().with_config(attention="full"), [Request(prompt=(1,), new_tokens=1)], SIZES)
     with pytest.raises(ValueError, match="prompt is empty"):
         Request(prompt=(), new_tokens=1)
     with pytest.raises(ValueError, match="arrives=nan must be a finite number"):

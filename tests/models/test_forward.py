@@ -173,14 +173,15 @@ def test_the_comparison_notices(name, wrong):
 
 
 def test_gradients_of_latent_attention_are_the_differences_of_plain_numpy():
-    options = (("block_kv", 8), ("block_q", 8))
     model = make("latent", num_layers=1)
     config, params, tokens = model.config, model.arrays(), tokens_for(model, batch=1)
     weights = np.random.default_rng(2).normal(size=(20, 97))
-    found = resolve_attention(config, batch=1, query_length=20, backend="chunked")
+    found = resolve_attention(
+        config, batch=1, query_length=20, backend="chunked", options={"block_kv": 8, "block_q": 8}
+    )
 
     def weighted(layer):
-        logits = forward(config, {**params, "layers": [layer]}, tokens, resolutions=found, options=options)
+        logits = forward(config, {**params, "layers": [layer]}, tokens, resolutions=found)
         return (logits[0] * weights).sum()
 
     gradients = jax.jit(jax.grad(weighted))(params["layers"][0])

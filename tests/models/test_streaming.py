@@ -52,6 +52,8 @@ def test_keyword_beside_resolutions_that_a_call_does_not_have_is_refused(tmp_pat
     found = tuple(model.resolutions(1, 16, needs_grad=False, backend="standard").items())
     with pytest.raises(TypeError, match="unexpected keyword argument 'bakend'"):
         streamed_nats(open_checkpoint(tmp_path), TOKENS, resolutions=found, bakend="chunked")
+    with pytest.raises(ValueError, match="resolutions and backend_options are both given"):
+        streamed_nats(open_checkpoint(tmp_path), TOKENS, resolutions=found, backend_options={})
 
 
 @pytest.mark.thorough

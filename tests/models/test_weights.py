@@ -113,6 +113,40 @@ def test_a_tensor_that_does_not_fit_is_named(change, sentence, checkpoint):
         load(checkpoint)
 
 
+def fuse(tensors):
+    """Phi-3's matrices: those of queries, keys and values in one, and gate and up in one."""
+    for i in range(2):
+        for fused, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            block = f"model.layers.{i}.{fused.split('.')[0]}."
+            rows = [tensors.pop(f"{block}{part}_proj.weight") for part in parts]
+            tensors[f"model.layers.{i}.{fused}_proj.weight"] = jnp.concatenate(rows)
+
+
+FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tensors: tensors.pop(FUSED), f"lacks '{FUSED}', which"),
+        (lambda tensors: tensors.update({FUSED: jnp.ones((3, 64))}), rf"'{FUSED}' .* has shape \(3, 64\); expected"),
+        (
+            lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.weight": jnp.ones((64, 64))}),
+            "holds 'model.layers.1.self_attn.q_proj.weight', which this configuration",
+        ),
+    ],
+    ids=["missing", "of another shape", "not fused"],
+)
+def test_a_tensor_that_does_not_fit_a_fused_file_is_named(change, sentence, checkpoint):
+    whole = load(checkpoint).arrays()
+    reconfigure(checkpoint, model_type="phi3", architectures=["Phi3ForCausalLM"])
+    rewrite(checkpoint, fuse)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole, load(checkpoint).arrays())))
+    rewrite(checkpoint, change)
+    with pytest.raises(ValueError, match=sentence):
+        load(checkpoint)
+
+
 def test_a_truncated_file_is_refused_with_a_sentence(checkpoint):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])

@@ -21,7 +21,7 @@ DENSE = tuple(1.4 + 0.01 * i for i in range(12))
 def rows(record):
     """The table's rows by figure, for the given loss of Kascade and of its control, and seconds of a sparse stack."""
 
-    def make(lost=0.02, control=0.1, seconds=0.05, random=0.5):
+    def make(lost=0.02, control=0.1, seconds=0.05, random=0.5, without=None):
         def cell(case, row, **fields):
             exact = row == "dense"
             return record(row, resolved="chunked" if exact else "kascade", suite=NAME, case=case, exact=exact,
@@ -34,6 +34,7 @@ def rows(record):
                 "standard_nll": DENSE,
             }
             quality = {"perplexity": 4.0 + shift, "kept_pairs": 0.423, "flops": 0.692, "reuse_layers": 0.625}
+            quality.pop(without, None)
             records.append(
                 cell("guide-1b-prefill", row, quality=quality, series=series, samples=(), notes=("schedule",))
             )
@@ -64,6 +65,12 @@ def test_each_figure_stands_beside_the_measured_one(rows):
     assert prefill.startswith("the model's prefill relative to flash_cpu's: standard 2.00")
     assert "kascade 3.00" in prefill
     assert found["max diff < 1e-03 at 128 tokens"] == "no kernel here"
+
+
+@pytest.mark.parametrize("name", ["perplexity", "kept_pairs", "flops", "reuse_layers"])
+def test_a_figure_that_a_record_lacks_is_a_dash(rows, name):
+    found = rows(without=name)
+    assert "\u2013" in (found["perplexity 752,570.5"] if name == "perplexity" else found["63% sparsity"])
 
 
 def test_a_control_that_loses_less_is_named(rows):

@@ -194,6 +194,20 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
     assert np.abs(logits("kascade") - dense).max() > 1e-3
 
 
+@pytest.mark.parametrize("program", [model_program.judged_program, model_program.model_program])
+def test_a_train_step_keeps_the_share_that_its_case_says(shipped, program):
+    case = ModelCase(kind="model_train", model=str(shipped), sequence=64, top_k=0.25, tile_size=8, anchors=2)
+    model = model_program.open_model(case)
+
+    def loss(backend, top_k):
+        made = program(dataclasses.replace(case, top_k=top_k), model, backend)
+        outputs = made.function(*made.arguments)
+        return float(outputs["loss"] if isinstance(outputs, dict) else outputs[2])
+
+    dense = loss("standard", 0.25)
+    assert abs(loss("kascade", 1.0) - dense) < 1e-5 < abs(loss("kascade", 0.25) - dense)
+
+
 def test_a_calibration_decides_the_settings_of_a_run_and_the_schedule_of_its_rows_on_text(
     shipped, untrained, tmp_path, refused
 ):

@@ -219,8 +219,8 @@ def _shared(
     def attend(query: Array, key: Array, value: Array, layer: int, carry: Carry) -> tuple[Array, Carry, Array]:
         if schedule.layers[layer].role == "reuse":
             mask = reference.attended(spec, layout, tiling, carry)
-            return _masked(spec, target, query, key, value, mask), carry, mask
-        score = SCORES[method](tiling, _probabilities(spec, layout, query, key), candidate)
+            return reference.under_mask(spec, query, key, value, mask, target), carry, mask
+        score = SCORES[method](tiling, reference.probabilities(spec, layout, query, key), candidate)
         lead = (spec.batch, spec.num_kv_heads, *score.shape[1:-1])
         selected, count = choose(tiling, score, candidate)
         selection = Selection(
@@ -229,16 +229,6 @@ def _shared(
         return dense.run(query, key, value)[0], selection, _causal(spec, layout)
 
     return attend
-
-
-def _masked(
-    spec: AttentionSpec, target: Target, query: Array, key: Array, value: Array, mask: Bool[Array, "b n t s"]
-) -> Array:
-    """Attention to the pairs of ``mask`` alone."""
-    bare = dataclasses.replace(
-        spec, is_causal=False, has_segment_ids=False, has_positions=False, has_seq_lengths=False, has_mask=True
-    )
-    return plan(STANDARD, bare, Layout(mask=mask), target=target).run(query, key, value)[0]
 
 
 def _chosen(
@@ -268,7 +258,7 @@ def _chosen(
             spread = jnp.broadcast_to(candidate[:, None], score.shape)
             selection = Selection(*choose(tiling, score, spread))
             mask = reference.attended(spec, layout, tiling, selection)
-        return _masked(spec, target, query, key, value, mask), carry, mask
+        return reference.under_mask(spec, query, key, value, mask, target), carry, mask
 
     return attend
 
@@ -318,7 +308,7 @@ def _oracle_mask(
     key: Array,
 ) -> Bool[Array, "batch heads q_len kv_len"]:
     """Each row of each query head sees its own best units, as many as its query tile may have, and its local region."""
-    probs = _probabilities(spec, layout, query, key)
+    probs = reference.probabilities(spec, layout, query, key)
     b, n, t, s = probs.shape
     mass = jnp.pad(probs, ((0, 0),) * 3 + ((0, tiling.units * tiling.unit - s),))
     mass = mass.reshape(b, n, t, tiling.units, tiling.unit).sum(-1)
@@ -336,21 +326,8 @@ def _oracle_mask(
     return chosen if causal is None else chosen & causal
 
 
-def _probabilities(
-    spec: AttentionSpec, layout: Layout, query: Array, key: Array
-) -> Float[Array, "batch heads q_len kv_len"]:
-    """Dense attention of these queries and keys, float32."""
-    b, t, n, h = query.shape
-    k = key.shape[2]
-    grouped = query.reshape(b, t, k, n // k, h)
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
-    mask = may_attend(spec, layout)
-    logits = logits.reshape(b, n, t, -1)
-    return jax.nn.softmax(logits if mask is None else jnp.where(mask, logits, -jnp.inf), axis=-1)
-
-
 def _retained(spec: AttentionSpec, layout: Layout, tiling: Tiling, query: Array, key: Array, mask: Array) -> Retained:
-    probs = _probabilities(spec, layout, query, key)
+    probs = reference.probabilities(spec, layout, query, key)
     mask = jnp.broadcast_to(mask, probs.shape)
     rows = (probs * mask).sum(-1)
     b, _, t = rows.shape

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from attnsuite.backends.kascade import Tiling
+from attnsuite.backends.kascade import Tiling, reference
 
 Score = Callable[[Tiling, Array, Array], Array]
 
@@ -25,7 +25,7 @@ def omnikv(
 ) -> Float[Array, "batch query_tiles units"]:
     """Per pair of query and key the largest probability of any head, summed over query tile and unit."""
     del candidate
-    return _pooled(tiling, probabilities.max(1))
+    return reference.pooled(tiling, probabilities.max(1))
 
 
 def lessismore(
@@ -42,7 +42,7 @@ def lessismore(
     by_heads = budget * 3 // 4
     from_end = jnp.cumsum(candidate[..., ::-1], axis=-1)[..., ::-1]  # 1: the latest candidate
     recent = candidate & (from_end <= (budget - by_heads)[..., None])
-    mass = jnp.where((candidate & ~recent)[:, None], _pooled(tiling, probabilities), -1.0)
+    mass = jnp.where((candidate & ~recent)[:, None], reference.pooled(tiling, probabilities), -1.0)
     rank = jnp.argsort(jnp.argsort(mass, axis=-1, descending=True), axis=-1)
     turn = (rank * heads + jnp.arange(heads).reshape(1, -1, 1, 1)).min(1)
     turns = tiling.units * heads
@@ -50,11 +50,3 @@ def lessismore(
 
 
 SCORES: dict[str, Score] = {"omnikv": omnikv, "lessismore": lessismore}
-
-
-def _pooled(tiling: Tiling, x: Float[Array, "*lead q_len kv_len"]) -> Float[Array, "*lead query_tiles units"]:
-    """Sums over the queries of each tile and the keys of each unit."""
-    short = tiling.padded_queries - x.shape[-2], tiling.units * tiling.unit - x.shape[-1]
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more) for more in short])
-    shape = (*x.shape[:-2], tiling.query_tiles, tiling.query_tile, tiling.units, tiling.unit)
-    return x.reshape(shape).sum((-3, -1))

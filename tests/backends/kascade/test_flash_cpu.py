@@ -78,7 +78,7 @@ def test_reuse_layer_attends_to_the_selection_that_it_is_given(name):
 @pytest.mark.parametrize("name", ["bfloat16", "tokens behind a cache", "decode, tiles of 100"])
 def test_dense_layer_selects_in_the_pass_that_attends_to_all(name):
     problem = ALL[name]()
-    assert _kernels(problem).dense(problem.tile_layout, *problem.inputs) is not None
+    assert _kernels(problem).dense_layer(problem.tile_layout, *problem.inputs) is not None
     schedule = manual((0, 1), num_layers=2, kv_heads=problem.spec.num_kv_heads)
     assert schedule.layers[0].role == "dense"
     out, selection = problem.layer(0, kernel="flash_cpu", schedule=schedule)
