@@ -71,8 +71,8 @@ class Placement:
         found = []
         for kind, resolution in resolutions:
             backend = Sharded(resolution.backend, mesh, MeshAxes(**divided))
-            mode: Any = resolution.mode
-            if reasons := support(backend, resolution.spec, resolution.target, mode).reasons:
+            mode, options = resolution.mode_and()
+            if reasons := support(backend, resolution.spec, resolution.target, mode, options).reasons:
                 raise ValueError(f"{backend.name} cannot train this: {' '.join(reasons)}")
             found.append((kind, dataclasses.replace(resolution, backend=backend)))
         return tuple(found)

@@ -27,7 +27,7 @@ from attnsuite.models.planning import Resolutions, attention_spec, resolve_atten
 from ..kinds.attention_call import OpCase, op_function, spec_of
 from ..kinds.inputs import layout_of
 from ..kinds.model_case import ModelCase
-from ..kinds.model_program import prefill, train_step
+from ..kinds.model_program import options_of, prefill, train_step
 from ..named_model import config_of
 
 
@@ -117,10 +117,12 @@ def attention_specs(case: OpCase | ModelCase) -> tuple[AttentionSpec, ...]:
 
 def resolutions(case: ModelCase, backend: str, target: Target) -> Resolutions:
     """The backend of each type of layer. Raises BackendUnavailableError where ``backend`` refuses."""
+    config = model_config(case)
     return resolve_attention(
-        model_config(case),
+        config,
         **_attention_sizes(case),
         backend=backend,
+        options=options_of(case, config, backend),
         mode="compile",
         on_unavailable="raise",
         target=target,

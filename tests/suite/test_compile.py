@@ -114,6 +114,13 @@ def test_whole_model_is_made_of_shapes_alone(kind):
     assert {leaf.shape for leaf in donated} <= {leaf.shape for leaf in jax.tree.leaves(outputs)}
 
 
+@pytest.mark.parametrize("kind", ["model_prefill", "model_train"])
+def test_a_model_is_compiled_with_the_options_of_its_case(kind):
+    case = ModelCase(kind=kind, model="tiny", sequence=512, top_k=0.05, tile_size=64)
+    (_, found), *_ = resolutions(case, "kascade", H100)
+    assert {name: dict(found.options)[name] for name in ("top_k", "tile_size")} == {"top_k": 0.05, "tile_size": 64}
+
+
 def test_cache_of_a_model_for_another_device_is_in_the_dtype_of_that_device():
     case = dataclasses.replace(MODEL, kind="model_decode", name="")
     assert {spec.dtype for spec in attention_specs(case)} == {"bfloat16"}  # on a CPU it would be float32
