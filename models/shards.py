@@ -145,17 +145,20 @@ def write_safetensors(
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.truncate(8 + len(raw) + end)
-        for name, value in values:
-            if value.shape != tensors[name] or value.dtype.name != dtype:
-                raise ValueError(
-                    f"{name!r} is {value.dtype}{list(value.shape)}; expected {dtype}{list(tensors[name])}."
-                )
-            file.seek(8 + len(raw) + offsets[name][0])
-            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            file.truncate(8 + len(raw) + end)
+            for name, value in values:
+                if value.shape != tensors[name] or value.dtype.name != dtype:
+                    raise ValueError(
+                        f"{name!r} is {value.dtype}{list(value.shape)}; expected {dtype}{list(tensors[name])}."
+                    )
+                file.seek(8 + len(raw) + offsets[name][0])
+                file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _shards(directory: Path) -> list[Path]:

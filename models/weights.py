@@ -152,7 +152,9 @@ def write_random(config: ModelConfig, directory: str | Path, *, chunked: bool = 
 
 def _check_empty(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output {str(output)!r} already exists and is not empty; give another directory.")
+        raise ValueError(
+            f"output {str(output)!r} already exists and is not empty; give another directory, or empty it."
+        )
 
 
 def _write(directory: Path, config: ModelConfig, read: _ReadTensors, *, chunked: bool) -> None:

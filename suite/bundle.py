@@ -37,6 +37,7 @@ from .record import Record, RecordError
 from .store import CONFORMANCE, MANIFEST, RECORDS, parse_records, read_manifest, read_record
 from .summary import record_line
 from .typed import Count
+from .user_function import is_reference
 
 SCHEMA = 1
 HEAD, LOG = "bundle.json", "log.txt"
@@ -104,7 +105,10 @@ def pack(directory: Path, out: Path) -> int:
     texts = {HEAD: json.dumps(dataclasses.asdict(head), indent=1, sort_keys=True) + "\n"} | texts
     for name, text in texts.items():
         if (left := names.left_in(text)) is not None:
-            raise InputError(f"{directory}: {name} would still hold {left!r}, which names you or your machine.")
+            raise InputError(
+                f"{directory}: {name} would still hold {left!r}, which names you or your machine; rename the file, "
+                "case or directory in whose name it stands, and run it again."
+            )
     if (why := next(contradictions(cleaned), None)) is not None:
         raise InputError(f"{directory} would be refused as a bundle: {why}")
     content = io.BytesIO()
@@ -130,8 +134,15 @@ def _cleaned(directory: Path, names: _Names) -> tuple[str, str]:
         manifest["file"] = PurePath(manifest["file"]).name
     if manifest.get("text"):
         manifest["text"]["path"] = PurePath(manifest["text"]["path"]).name
-    lines = (json.dumps(names.without(json.loads(record.to_json()))) + "\n" for record in records)
-    return json.dumps(names.without(manifest), indent=1, sort_keys=True) + "\n", "".join(lines)
+    functions = [name for name in manifest["backends"] if is_reference(name)]
+
+    def cleaned(text: str) -> Any:
+        for name in sorted(functions, key=len, reverse=True):  # of a function of the user's its file and name stay
+            text = text.replace(json.dumps(name)[1:-1], json.dumps(PurePath(name).name)[1:-1])
+        return names.without(json.loads(text))
+
+    lines = (json.dumps(cleaned(record.to_json())) + "\n" for record in records)
+    return json.dumps(cleaned(json.dumps(manifest)), indent=1, sort_keys=True) + "\n", "".join(lines)
 
 
 def _lines(texts: dict[str, str]) -> list[str]:

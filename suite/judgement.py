@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from attnsuite.backends import registry
@@ -65,10 +65,10 @@ def resumed_judgement(out: Path, limits: Limits) -> RunGrid:
     return found
 
 
-def all_right(records: Sequence[Record]) -> bool:
-    """Whether something was judged, and nothing was wrong."""
-    statuses = {record.status for record in records}
-    return "ok" in statuses and statuses <= {"ok", "unsupported"}
+def all_right(records: Sequence[Record], named: Collection[str] = ()) -> bool:
+    """Whether something was judged, something of each that is ``named``, and nothing was wrong."""
+    judged = {record.requested for record in records if record.status == "ok" and record.case != TAKES}
+    return bool(judged) and judged.issuperset(named) and {x.status for x in records} <= {"ok", "unsupported"}
 
 
 def missing(records: Sequence[Record], required: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import InputError
 from .record import MACHINE_KIND, Record
-from .store import Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
+from .store import RECORDS, Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
 from .suites import Shard, parse_shard
 
 _MAY_DIFFER = ("cases", "shard", "cells", "file", "text")  # in what runs that belong together may differ
@@ -44,6 +44,8 @@ def merge(directories: Sequence[Path], out: Path) -> None:
     """Write to ``out`` the run that ``directories`` hold in parts. Raises InputError where they are no such parts."""
     if len(directories) < 2:
         raise InputError("--out puts two runs or more together; one run has its report in its own directory.")
+    if (out / RECORDS).exists():
+        raise InputError(f"{out} already has records; choose another --out.")
     parts = [_read(directory) for directory in directories]
     for part in parts[1:]:
         _check_alike(parts[0], part)

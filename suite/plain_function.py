@@ -1,8 +1,10 @@
 """What a plain function ``f(query, key, value)`` takes: its signature is read, and it is called with small arrays.
 
-Each call is held to the float64 oracle. Whether a result is right is decided later, by the judge; here the nearer of
-two meanings counts, so that a causal kernel with a fault is judged as a causal kernel. Calls are compiled, as all later
-ones are; where the shape of the output tells enough, they are traced alone.
+Whether a result is right is decided later, by the judge. A keyword of the contract that can be given is judged: one
+that is ignored would else be a feature that the function lacks. Whether a function without ``is_causal`` is causal is
+told by the nearer of the two meanings, by the float64 oracle, so that a causal kernel with a fault is judged as a
+causal kernel. Calls are compiled, as all later ones are; where the shape of the output tells enough, they are traced
+alone.
 """
 
 from __future__ import annotations
@@ -75,7 +77,6 @@ def found_out(function: Callable[..., Any]) -> Found:
     keywords = _keywords(function)
     causal = dataclasses.replace(spec, is_causal=True)
     probe = _Probe(function, spec)
-    # What it computes with the keyword is left to the judge: a wrong mask would else be a feature that it lacks.
     both = "is_causal" in keywords and all(probe.has_shape(spec, is_causal=value) for value in (True, False))
     if both:
         probe = dataclasses.replace(probe, always={"is_causal": False})
@@ -92,9 +93,11 @@ def found_out(function: Callable[..., Any]) -> Found:
     features |= {"causal"} if both else set()
     for feature, (announced, arrays) in _feature_problems(plain).items():
         names = _KEYWORDS[feature]
-        keyword_values = {name: getattr(arrays, name) if arrays else announced[name] for name in names}
-        if keywords.issuperset(names) and probe.can(
-            dataclasses.replace(plain, **announced), plain, keyword_values, arrays
+        values = {name: getattr(arrays, name) if arrays else announced[name] for name in names}
+        requested = dataclasses.replace(plain, **announced)
+        # What is computed with a keyword is left to the judge; but chunk_size may be a kernel's block of keys.
+        if keywords.issuperset(names) and (
+            probe.can(requested, plain, values) if feature == "chunk" else probe.has_shape(requested, **values)
         ):
             features.add(feature)
     shapes: dict[Feature, Mapping[str, int]] = {
@@ -147,20 +150,17 @@ class _Probe:
         one: AttentionSpec,
         other: AttentionSpec,
         keywords: Mapping[str, Any],
-        operands: Layout | Terms | None = None,
     ) -> bool:
-        """Whether the result of a call is nearer to the meaning of ``one``, with what is given, than of ``other``."""
+        """Whether the result of a call is nearer to the meaning of ``one`` than to that of ``other``."""
         inputs = _inputs(one)
-        arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray)}
-        out = np.asarray(self._program(keywords)(*inputs, **arrays), np.float64)
-        layout = operands if isinstance(operands, Layout) else Layout()
-        terms = operands if isinstance(operands, Terms) else Terms()
-        first, second = oracle.forward(one, layout, *inputs, terms=terms), oracle.forward(other, Layout(), *inputs)
+        out = np.asarray(self._program(keywords)(*inputs), np.float64)
+        first, second = oracle.forward(one, Layout(), *inputs), oracle.forward(other, Layout(), *inputs)
         return bool(out.shape == first.shape and np.abs(out - first).sum() < np.abs(out - second).sum())
 
     def _outline(self, spec: AttentionSpec, **keywords: Any) -> Any:
         """Shape and dtype of what a call with arrays of these sizes returns; it is lowered, and not compiled."""
-        return self._program(keywords).lower(*_inputs(spec)).out_info
+        arrays = {name: x for name, x in keywords.items() if isinstance(x, np.ndarray)}
+        return self._program(keywords).lower(*_inputs(spec), **arrays).out_info
 
     def _program(self, keywords: Mapping[str, Any]) -> Any:
         """The function under ``jax.jit``, with those keywords that are no arrays as constants."""

@@ -255,6 +255,8 @@ def _checked(arrays: Any, layer: int, length: int) -> tuple[Array, ...]:
             f"expected [{length}, heads, head_dim] and [{length}, kv_heads, head_dim] of one dtype, for a prompt of "
             f"{length} tokens."
         )
+    if not all(np.isfinite(np.asarray(x, np.float32)).all() for x in (query, key, *stream)):
+        raise ValueError(f"layer {layer} gave numbers that are not finite.")
     return query, key, *stream
 
 

@@ -44,6 +44,7 @@ PLAIN = Form("", "", "", "plain")
 def title(records: Sequence[Record], form: Form) -> Iterator[str]:
     """What the page shows, and where it was computed."""
     first, versions = records[0], versions_of(records)
+    command = "attnsuite judge" if first.suite == "judge" else f"attnsuite run --suite {first.suite}"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("attnsuite", "jax") if versions.get(name))
     yield from (
         f"{form.title}Held to the contract",
@@ -52,7 +53,7 @@ def title(records: Sequence[Record], form: Form) -> Iterator[str]:
         "(docs/explanation/design.md), and no number that no query may see changes a bit. Other verdicts compare a",
         "backend with itself (docs/explanation/verdicts.md).",
         "",
-        f"{date_of(records)}, {first.target}, {packages}; {form.name(f'attnsuite {first.suite}')}.",
+        f"{date_of(records)}, {first.target}, {packages}; {form.name(command)}.",
     )
 
 

@@ -181,7 +181,7 @@ def resumed_request(
     if manifest.verb == "compile":
         raise InputError(f"{out} holds what was compiled, which is not resumed: ask for the same in another --out.")
     if manifest.verb == "tune":
-        raise InputError(f"{out} holds what attnsuite tune wrote; go on with attnsuite tune --resume --out {out}.")
+        raise InputError(f"{out} holds what attnsuite tune wrote; go on with the same words and --resume.")
     if manifest.verb != "run":
         raise InputError(f"the run in {out} was written by another version (verb {manifest.verb}); start a new one.")
     if yours := [name for name in manifest.backends if is_reference(name)]:
@@ -282,6 +282,11 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
                 _PROBE_SECONDS, find_cells, request.backends, request.cases, request.text, request.all_cores
             )
         except CellFailure as failure:
+            if functions := ", ".join(filter(is_reference, request.backends)):
+                raise InputError(
+                    f"it was not found out what {functions} takes: {failure.message.rstrip(' :.')}; call it by itself, "
+                    "declare what it takes with backends.from_function, or leave it out."
+                ) from failure
             if failure.status == "timeout":
                 raise InputError(
                     f"JAX, or a backend that was asked what it takes, gave no answer within {_PROBE_SECONDS:g} s; name "

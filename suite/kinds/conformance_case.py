@@ -52,6 +52,8 @@ class ConformanceCase:
     dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
+        if not self.name and self.number is None:
+            raise ValueError("name is needed: that of a problem or a verdict of attnsuite.testing.")
         name = self.name or f"random {self.number} of seed {self.seed}"
         object.__setattr__(self, "name", name.removesuffix(self._in_dtype) + self._in_dtype)
         check_fields(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +53,7 @@ def run(command: Choose) -> int:
     print(_cases(found))
     if more := total - sum(len(each.choices) for each in found):
         print(f"{more} more choices were in the file, and stay")
-    print(f"policy:  {command.out}\nuse it:  export ATTNSUITE_POLICY={command.out.resolve()}")
+    print(f"policy:  {command.out}\nuse it:  export ATTNSUITE_POLICY={shlex.quote(str(command.out.resolve()))}")
     if scored is None:
         return 0
     print(_scored(scored))
@@ -73,7 +74,7 @@ def _cases(sources: Sequence[Source]) -> str:
         for source in sources
         for choice in source.choices
     ]
-    headers = ["case", "fastest", "x standard", "95% interval", "memory (MiB)"]
+    headers = ["case", "choice", "x standard", "95% interval", "memory (MiB)"]
     return tabulate(rows, headers, tablefmt="plain", disable_numparse=True)
 
 

@@ -32,7 +32,7 @@ class Judge(OnFleet):
     """Number of the first random problem."""
     seed: Annotated[int | None, flag("SEED", "another each time for a function of yours, else 0")] = None
     """Seed of the random problems, and of the arrays of the named ones."""
-    require: Annotated[str | None, flag("VERDICTS")] = None
+    require: Annotated[str | None, flag("VERDICTS", "none")] = None
     """Verdicts, separated by commas, that have to be yes: deterministic, batch_invariant, isolates, symmetric."""
     interpret: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run kernels of other devices in their interpreter."""
@@ -95,4 +95,4 @@ def run(command: Judge) -> int:
         print(f"badge: {written}")
     for sentence in (lacking := missing(records, required)):
         tell(sentence)
-    return 0 if all_right(records) and not lacking else NO_RESULT
+    return 0 if all_right(records, command.backends) and not lacking else NO_RESULT

@@ -295,7 +295,7 @@ def test_other_bits_in_another_process_are_told():
 def test_verdict_of_which_nothing_is_taken_is_not_applicable():
     found = asked("isolates", right, PLAIN)
     assert found.answer == "not applicable"
-    assert found.message == "mine takes no lengths, documents, window or causal mask: nothing is hidden."
+    assert found.message == "mine takes no problem here in which something is hidden."
 
 
 def test_output_of_another_shape_is_named_before_any_verdict():

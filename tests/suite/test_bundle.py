@@ -87,16 +87,24 @@ def test_no_path_user_or_host_is_in_it(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     lines = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
     lines[0]["notes"] = ["ada read /data/private/x.bin on engine-1842; see https://example.org/page"]
-    lines[0]["environment"] |= {"node": "engine-1842", "source_files": {"/home/ada/mine.py:f": "0123"}}
+    lines[0]["environment"] |= {"node": "engine-1842", "source_files": {"/home/ada/my kernels/mine.py:f": "0123"}}
+    function = "/home/ada/my kernels/mine.py:f"
+    lines[0] |= {
+        "requested": function,
+        "resolved": function,
+        "key": f"{lines[0]['case']}/{function}/{lines[0]['target']}",
+    }
     lines[0]["environment"]["flags"] = {"XLA_FLAGS": "--xla_dump_to=/home/ada/dump"}
     (run_dir / RECORDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = json.loads((run_dir / MANIFEST).read_text()) | {"file": "/home/ada/suites/mine.toml"}
+    manifest["backends"] = [*manifest["backends"], function]
     (run_dir / MANIFEST).write_text(json.dumps(manifest))
     pack(run_dir, tmp_path / "run.zip")
     texts = texts_of(tmp_path / "run.zip")
-    for word in ("/home", "ada ", "engine-1842", "/data", "suites/"):
+    for word in ("/home", "ada ", "engine-1842", "/data", "suites/", "my kernels"):
         assert not any(word in text for text in texts.values()), word
     first = verified(tmp_path / "run.zip").records[0]
+    assert first.requested == "mine.py:f"
     assert first.notes == ("<user> read <path> on <host>; see https://example.org/page",)
     assert first.environment["flags"] == {"XLA_FLAGS": "--xla_dump_to=<path>"}
     assert "mine.toml" in texts[MANIFEST]

@@ -23,7 +23,7 @@ from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.grid.run_grid import new_request, resumed_request
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds import conformance_case as conformance_kind
-from attnsuite.suite.kinds.conformance_case import ConformanceCase
+from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
 from command import code_of
@@ -290,6 +290,9 @@ def test_all_right_needs_something_right_and_nothing_wrong(example_record):
     assert judgement.all_right([example_record, refused])
     assert not judgement.all_right([refused])
     assert not judgement.all_right([example_record, wrong])
+    assert judgement.all_right([example_record], [example_record.requested])
+    assert not judgement.all_right([example_record], [example_record.requested, "mine.py:f"])
+    assert not judgement.all_right([dataclasses.replace(example_record, case=TAKES), refused])
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,13 @@ def layers_of(prompt):
     for layer in range(4):
         draw = jax.random.normal(jax.random.key(layer), (2, 256, 2, 8))
         yield draw[0][prompt, :1], draw[1][prompt, :1]
+
+def nothing(prompt):
+    return None
+
+def not_a_number(prompt):
+    for query, key in layers_of(prompt):
+        yield query * float("nan"), key
 """
 
     def test_writes_a_calibration_and_shows_a_schedule(self, tmp_path, capsys):
@@ -113,6 +120,8 @@ def layers_of(prompt):
             ("absent", [], "absent in"),
             ("layers_of", ["--schedule", "greedy-loss"], "needs a model that can be run"),
             ("layers_of", ["--anchors", "9"], "must be one number from 1 to 4"),
+            ("nothing", [], "mine.py:nothing raised TypeError: 'NoneType' object is not iterable"),
+            ("not_a_number", [], "layer 0 gave numbers that are not finite"),
         ],
     )
     def test_what_cannot_be_done_is_refused(self, tmp_path, refused, name, flags, sentence):

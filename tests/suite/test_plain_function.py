@@ -42,6 +42,10 @@ def ignores_its_mask(q, k, v, mask=None):
     return jax.nn.dot_product_attention(q, k, v)
 
 
+def with_blocks_of_keys(q, k, v, chunk_size=128):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
 def one_head_each(q, k, v):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) / 8), v)
 
@@ -61,7 +65,8 @@ def raising(q, k, v):
         (causal, "causal grouped_queries cross_length"),
         (with_keywords, "bidirectional causal grouped_queries cross_length mask bias"),
         (ignores_is_causal, "bidirectional causal grouped_queries cross_length"),  # to be judged, and found wrong
-        (ignores_its_mask, "bidirectional grouped_queries cross_length"),
+        (ignores_its_mask, "bidirectional grouped_queries cross_length mask"),  # as well
+        (with_blocks_of_keys, "bidirectional grouped_queries cross_length"),
         (one_head_each, "bidirectional cross_length value_head_dim"),
         (off, "causal grouped_queries cross_length"),
     ],
@@ -111,3 +116,10 @@ def test_causal_function_is_measured_where_causal_attention_is(suite, new_run):
     assert code_of("run", "--suite", suite, "--backends", "standard,my.py:causal", "--out", new_run) == 0
     records = {record.requested: record for record in parse_records(new_run / RECORDS)[0]}
     assert (records["my.py:causal"].status, records["my.py:causal"].resolved) == ("ok", "my.py:causal")
+
+
+def test_a_process_that_a_function_ends_before_anything_runs_is_not_laid_on_jax(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import os\n\ndef ends(q, k, v):\n    os.abort()\n")
+    reference = f"{tmp_path}/mine.py:ends"
+    assert code_of("judge", reference, "--cases", "plain", "--random", "0", "--out", tmp_path / "out") == 2
+    assert f"it was not found out what {reference} takes: died by SIGABRT" in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_cells_are_kept_as_they_are_tuned_and_resumed(tmp_path, monkeypatch, cap
     names = ["forward-s512-h8k8-d64-f32", "forward-s512-h8k2-d64-f32"]
     assert begun == [*names, names[1]]
     code_of("run", "--resume", "--out", tmp_path)
-    assert f"go on with attnsuite tune --resume --out {tmp_path}." in capsys.readouterr().err
+    assert "go on with the same words and --resume." in capsys.readouterr().err
     assert [found.choice.case for found in load_policy(tmp_path / POLICY).entries] == names
     assert code_of("choose", tmp_path, "--out", tmp_path / "chosen.json") == 0
     assert "chunked n=0" in capsys.readouterr().out

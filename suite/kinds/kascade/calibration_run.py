@@ -7,7 +7,7 @@ gives the queries and keys of each layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,9 +82,17 @@ def _of_function(
     if not callable(layers_of):
         raise InputError(f"{name} in {path} is no function of a prompt that returns queries and keys of each layer.")
     source, prompts = prompts_of(flags, text, None)
-    queries_and_keys = cast("QueriesAndKeys", layers_of)
+
+    function = cast("QueriesAndKeys", layers_of)
+
+    def queries_and_keys(prompt: Any) -> Iterator[Any]:
+        try:
+            yield from function(prompt)
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{flags.model} raised {type(error).__name__}: {error}") from error
+
     read = {"name": source, "length": flags.length}
-    calibration = calibrate(queries_and_keys, prompts, settings, text=read, progress=progress)
+    calibration = calibrate(cast("QueriesAndKeys", queries_and_keys), prompts, settings, text=read, progress=progress)
     schedule.check(calibration.num_layers, calibration.kv_heads)
     with files.writing(flags.out):
         saved = calibration.save(flags.out)

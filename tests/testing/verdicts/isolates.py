@@ -62,9 +62,7 @@ def isolates(subject: Subject) -> Finding:
             boundaries = _boundaries({*(block_sizes or USUAL), spec.page_size or 1}, longer.key_value_length)
             if subject.takes(batch := _batch(longer, boundaries)):
                 trials += _filled(subject, batch, way, way.hide(batch, boundaries))
-    found = concluded(
-        trials, f"{subject.backend.name} takes no lengths, documents, window or causal mask: nothing is hidden."
-    )
+    found = concluded(trials, f"{subject.backend.name} takes no problem here in which something is hidden.")
     if found.answer != "yes":
         return found
     of = ", ".join(map(str, sorted(blocks))) + " keys" if blocks else "usual sizes, since it does not say its own"
