@@ -54,7 +54,7 @@ def shares(
         raise ValueError(
             f"{backend.name} runs on each device's share where batch or heads of query, key and value are sharded over "
             f"the same axes of an explicit mesh; given are {'; '.join(descriptions)}. Use jax.sharding.reshard, "
-            f"Sharded(backend, mesh, MeshAxes(context=...)) for a sharded length, or backend='standard'."
+            "or Sharded(backend, mesh, MeshAxes(context=...)) for a sharded length."
         )
     sharded = Sharded(backend, mesh, MeshAxes(data=batch, heads=heads))
     if reasons := support(sharded, spec, *how).reasons:

@@ -188,7 +188,8 @@ def _check_single_query(query: Array, key: Array, options: dict[str, Any]) -> No
         raise ValueError(
             f"attention_fn got {by_position[0]}={options[by_position[0]]} with 1 query and {key.shape[-3]} keys, where "
             "flax counts the query as position 0. In a layer that decodes flax's mask by cache index is causal "
-            "already: leave is_causal out of attention_fn's options and pass layer(..., is_causal=not decode)."
+            "already: leave is_causal out of attention_fn's options and pass layer(..., is_causal=not decode). Windows "
+            "and functions of positions need query_positions there, which backends.attention takes."
         )
 
 

@@ -78,10 +78,10 @@ class Mask:
         raise NotImplementedError
 
     def __and__(self, other: MaskFunction) -> Mask:
-        return Combined(operator.and_, self, other)
+        return Combined(operator.and_, self, other) if callable(other) else NotImplemented
 
     def __or__(self, other: MaskFunction) -> Mask:
-        return Combined(operator.or_, self, other)
+        return Combined(operator.or_, self, other) if callable(other) else NotImplemented
 
     def __invert__(self) -> Mask:
         return Inverted(self)
@@ -165,6 +165,9 @@ class Window(Mask):
 
     left: int
     right: int = 0
+
+    def __post_init__(self) -> None:
+        _require_at_least(-_MOST, left=self.left, right=self.right)
 
     def _shows(self, query: Any, key: Any) -> Any:
         return (key >= query - self.left) & (key - self.right <= query)  # no sum that leaves int32 at 2**31 - 1

@@ -94,7 +94,7 @@ def _partition(
     _: Any,
 ) -> tuple[Mesh, Callable[..., Any], Any, Any]:
     """What ``custom_partitioning`` asks for: the share's function, and the shardings of results and operands."""
-    query = arguments[0].sharding.spec
+    query = getattr(arguments[0].sharding, "spec", PartitionSpec())  # of arrays from outside the mesh there is none
     axes = {"b": _divided(mesh, _at(query, 0), spec.batch), "k": _divided(mesh, _at(query, 2), spec.num_kv_heads)}
     axes["n"] = axes["k"]
     parts = {name: _size(mesh, found) for name, found in axes.items()}
@@ -108,7 +108,11 @@ def _partition(
     def shardings(many: Dims) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, PartitionSpec(*(axes.get(letter) for letter in letters))) for letters in many)
 
-    return mesh, functools.partial(compute, share), shardings(results), shardings(dims)
+    def compute_share(*operands: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # a share is divided no further
+            return compute(share, *operands)
+
+    return mesh, compute_share, shardings(results), shardings(dims)
 
 
 def _at(spec: PartitionSpec, dimension: int) -> Any:

@@ -89,7 +89,12 @@ class Registry:
         return (*self._built_in, *sorted(others - set(self._built_in)))
 
     def get(self, name: str) -> Backend:
-        """The backend of that name. Raises UnknownBackendError, which lists the registered names."""
+        """The backend of that name. Raises UnknownBackendError, which lists the registered names.
+
+        Raises TypeError for something else than a name.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"backend={name!r} is no name; register a backend, and give the name that it has.")
         if name in self._loaded:
             return self._loaded[name]
         if name in self._built_in:

@@ -338,7 +338,8 @@ def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
     The sequence is cut into twice as many pieces as there are devices. The first device gets the first and the last
     piece, the second device the second and the last but one, and so on (as in Kvax and in ring attention's "zigzag").
     Put tokens, segment ids and positions into this order once, before the model, and give the positions:
-    ``tokens[:, order]`` and ``query_positions=key_value_positions=order``. ``jnp.argsort(order)`` puts the result back.
+    ``tokens[:, order]``, and as ``query_positions`` and ``key_value_positions`` ``order`` for each sequence
+    ``[batch, length]``. ``jnp.argsort(order)`` puts the result back.
     Raises ValueError for a length that is no multiple of ``2 * devices``.
 
     >>> balanced_order(8, 2).tolist()

@@ -124,6 +124,7 @@ class Walk:
             with e.loop(start, stop, BLOCK_KEYS) as k:
                 n = e.min(stop - k, BLOCK_KEYS)
                 after = e.select(k + n < stop, k + n, ahead)
+                some_head = e.variable(e.const(i64, 0))
                 seen = e.variable(e.const(i64, 0))
                 with e.loop(0, heads) as h:
                     row = w.at(h * head_bytes)
@@ -131,6 +132,7 @@ class Walk:
                     if self._add is not None:
                         with e.when(seen() > 0):
                             seen.set(e.run(self._add, s, row, k, positions.at(k, 4), n, count))
+                    some_head.set(some_head() | seen())
                     with e.when(seen() > 0):
                         next_, apart = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
                         of_keys = *keys.block(k, h), e.const(i64, keys.by_key)
@@ -138,7 +140,7 @@ class Walk:
                         with e.loop(0, count) as r:
                             e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
                 if kernel.value_head_dim:
-                    with e.when(seen() > 0), e.loop(0, heads) as h:
+                    with e.when(some_head() > 0), e.loop(0, heads) as h:
                         row, result = w.at(h * head_bytes), partial(h)
                         block: tuple[Value, ...] = values.block(k, h)
                         step, (following, width), element = e.const(i64, values.by_key), keys.fetched(after, h), size

@@ -137,6 +137,8 @@ def _inlined(jaxpr: Any, consts: Any, arguments: list[Operand], first: int, step
         tables = [isinstance(x, Table) for x in operands]
         looks_up = name == "dynamic_slice" and tables[0] and not any(tables[1:])
         scalars = aval.size == 1 and (looks_up or not any(tables))
+        if name == "select_n" and (len(operands) != 3 or eqn.invars[0].aval.dtype != bool):
+            raise UnsupportedError(f"chooses by {eqn.invars[0].aval.dtype.name}, and the kernels choose by a bool")
         if name not in _OPERATIONS or not scalars or aval.dtype.name not in _TYPES:
             raise UnsupportedError(f"uses {name} of {aval.dtype.name}{list(aval.shape)}, which the kernels do not have")
         how = eqn.params.get("y", eqn.params.get("rounding_method", ""))
@@ -233,11 +235,20 @@ def _looked_up(lanes: _Lanes, table: Value | Table, *indices: Value) -> Value:
     return Value(e, found)
 
 
+def _number(lanes: _Lanes, x: Any) -> Any:
+    """A bool as 0 or 1: true is -1 where it is compared as a signed number of one bit."""
+    return Value(lanes.e, lanes.e.builder.zext(x.raw, vector(i32, lanes.isa.lanes))) if x.type.element == i1 else x
+
+
 def _larger(lanes: _Lanes, x: Value, y: Value) -> Value:
+    if x.type.element == i1:
+        return x | y
     return lanes.intrinsic("maximum", x, y) if x.is_float else lanes.e.max(x, y)
 
 
 def _smaller(lanes: _Lanes, x: Value, y: Value) -> Value:
+    if x.type.element == i1:
+        return x & y
     return lanes.intrinsic("minimum", x, y) if x.is_float else lanes.e.min(x, y)
 
 
@@ -272,7 +283,7 @@ def _power(lanes: _Lanes, x: Value) -> Value:
 
 
 _LIBRARY = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "exp", "exp2",
-            "expm1", "log", "log1p", "cbrt", "pow", "atan2")  # fmt: skip
+            "expm1", "log", "log1p", "cbrt", "atan2")  # fmt: skip
 _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     **{name: functools.partial(lambda lanes, *x, name: lanes.library(name, *x), name=name) for name in _LIBRARY},
     **dict.fromkeys(("add", "add_any"), lambda _, x, y: x + y),
@@ -288,6 +299,7 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "clamp": lambda lanes, low, x, high: _smaller(lanes, _larger(lanes, low, x), high),
     "square": lambda _, x: x * x,
     "one_minus_square": lambda lanes, x: (lanes.const(1.0) - x) * (x + 1.0),
+    "pow": lambda lanes, x, y: lanes.library("pow", x, _converted(lanes, y)),
     "integer_pow": _power,
     "sqrt": lambda lanes, x: lanes.intrinsic("sqrt", x),
     "rsqrt": lambda lanes, x: lanes.const(1.0) / lanes.intrinsic("sqrt", x),
@@ -298,10 +310,10 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "logistic": lambda lanes, x: lanes.const(1.0) / (lanes.library("exp", _negative(lanes, x)) + 1.0),
     "eq": lambda _, x, y: x.equals(y),
     "ne": _unequal,
-    "lt": lambda _, x, y: x < y,
-    "le": lambda _, x, y: x <= y,
-    "gt": lambda _, x, y: x > y,
-    "ge": lambda _, x, y: x >= y,
+    "lt": lambda lanes, x, y: _number(lanes, x) < _number(lanes, y),
+    "le": lambda lanes, x, y: _number(lanes, x) <= _number(lanes, y),
+    "gt": lambda lanes, x, y: _number(lanes, x) > _number(lanes, y),
+    "ge": lambda lanes, x, y: _number(lanes, x) >= _number(lanes, y),
     "and": lambda _, x, y: x & y,
     "or": lambda _, x, y: x | y,
     "xor": lambda lanes, x, y: Value(lanes.e, lanes.e.builder.xor(x.raw, y.raw)),

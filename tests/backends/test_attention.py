@@ -270,6 +270,7 @@ def test_a_bias_in_float64_beside_inputs_in_float32_is_taken(backend: str) -> No
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@pytest.mark.wrong_types  # JAX builds the tree of traced lengths from placeholders
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("queries", [24, 1])
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(backend: str, queries: int) -> None:

@@ -78,6 +78,7 @@ def test_scale_defaults_to_one_over_root_of_head_dim() -> None:
     assert AttentionSpec(**SIZES, scale=2).softmax_scale == 2.0
 
 
+@pytest.mark.wrong_types
 def test_specs_of_equal_meaning_are_equal_and_hash_alike() -> None:
     windows = (3, (3, 3), [3, 3], np.int64(3))
     specs = [

@@ -82,6 +82,19 @@ for name in sys.argv[1:]:
             "moved": sorted(set(MOVED.findall(text))),
             "share": [B // data, N // heads],
         }
+
+x = draw(2, 40, 4, 16)
+expected = backends.attention(x, x, x, backend="standard")
+found = {"cases": found, "in a mesh": {}}
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,))
+    for backend in ("flash_cpu", "chunked"):
+        run = lambda x: backends.attention(x, x, x, backend=backend, on_unavailable="raise")
+        with jax.set_mesh(mesh):
+            for place, y in (("outside", x), ("replicated", jax.device_put(x, NamedSharding(mesh, P())))):
+                for called, call in (("eager", run), ("jit", jax.jit(run))):
+                    error = float(np.abs(np.asarray(call(y)) - np.asarray(expected)).max())
+                    found["in a mesh"][f"{kind} {backend} {place} {called}"] = error
 print(json.dumps(found))
 """
 
@@ -99,7 +112,9 @@ GATHERED = {"functions chunked", "vmap flash_cpu", "vmap chunked"}
 @pytest.mark.parametrize("devices", swept(CASES, (2,)))
 def test_each_device_computes_its_share_and_nothing_is_gathered(devices):
     found = json.loads(printed(SCRIPT, *CASES[devices], JAX_NUM_CPU_DEVICES=f"{devices}"))
-    for name, case in found.items():
+    assert len(found["in a mesh"]) == 16
+    assert max(found["in a mesh"].values()) < 2e-6, found["in a mesh"]
+    for name, case in found["cases"].items():
         assert case["error"] < 2e-5, name
         assert (case["moved"] == []) is (name not in GATHERED), (name, case["moved"])
         if name.endswith(" flash_cpu") and name not in GATHERED:

@@ -73,6 +73,18 @@ def test_step_with_terms_takes_the_decode_kernel_and_passes_the_judge(name, kv_l
         assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.usefixtures("decode_alone")
+def test_a_block_that_the_last_head_does_not_see_is_seen_by_the_others(name):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, n, 4, 32), np.float32)) for n in (1, 256, 256))
+    seen = np.repeat(rng.random((2, 4, 1, 4)) < 0.5, 64, 3)
+    seen[:, :, :, -1], seen[:, -1, :, :-1] = True, False
+    array = {"mask": jnp.asarray(seen), "bias": jnp.asarray(np.where(seen, 0, -np.inf), jnp.float32)}[name]
+    run = functools.partial(attention, query, key, value, needs_grad=False, **{name: array})
+    np.testing.assert_allclose(run(backend="flash_cpu"), run(backend="standard"), atol=2e-6)
+
+
 def _hidden_from_one_head(keys=99):
     """A step whose second head may not see a slot that its group's first head sees, where the value is NaN."""
     rng = np.random.default_rng(0)
