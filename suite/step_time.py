@@ -72,7 +72,8 @@ def sentences(found: Harvest, times: StepTimes) -> Iterator[str]:
     if times.without is not None:
         yield f"attention is {_range(1 - times.without.value, times.without)} of it."
     if times.with_auto is not None:
-        yield f"with auto it takes {times.with_auto.value:.2f} of that time{_interval(times.with_auto)}."
+        no_gain = ", which is no gain" if (times.with_auto.high or times.with_auto.value) >= 1 else ""
+        yield f"with auto it takes {times.with_auto.value:.2f} of that time{_interval(times.with_auto)}{no_gain}."
     reported: set[str] = set()
     for mark in sorted(found.found(), key=lambda mark: mark.index):
         call = found.calls[mark.index]

@@ -23,6 +23,7 @@ from attnsuite.models.planning import resolve_attention
 from attnsuite.models.training import Batch, training_step
 from attnsuite.suite import step_time
 from attnsuite.suite.harvest_suite import NOT_IN_A_CASE, problems_of, to_toml
+from attnsuite.suite.statistics import Interval
 from attnsuite.suite.suites import find_suite
 from attnsuite.suite.traced_calls import Harvest, harvest, traced
 from command import code_of
@@ -308,6 +309,14 @@ def fn():
 def shapes():
     return attend, (jax.ShapeDtypeStruct(x.shape, x.dtype), x, x, jnp.ones((32, 32)))
 """
+
+
+@pytest.mark.parametrize(("low", "value", "high", "gain"), [(0.88, 1.05, 1.14, False), (0.7, 0.8, 0.9, True)])
+def test_a_time_that_may_be_no_less_is_called_no_gain(low, value, high, gain):
+    times = step_time.StepTimes(Interval(1.0, None, None, 1), None, Interval(value, low, high, 8), {})
+    said = [line for line in step_time.sentences(Harvest(), times) if line.startswith("with auto")]
+    ending = "" if gain else ", which is no gain"
+    assert said == [f"with auto it takes {value:.2f} of that time ({low:.2f} to {high:.2f}){ending}."]
 
 
 def test_a_step_is_timed_as_it_is_without_attention_and_with_auto(tmp_path, monkeypatch, capsys):
