@@ -49,7 +49,8 @@ def held_to_its_own_inputs(case, found):
     assert math.isfinite(found.timed.sample(7))
     outputs, call, kind = found.named(found.timed.saved_outputs), found.timed.call, kind_of("caller")
     for choice in (0, 1):
-        assert all(error.passed for error in kind.recheck(case, outputs, Draw(7, call), choice).values())
+        errors = kind.recheck(case, outputs, Draw(7, call), choice)
+        assert all(error.passed for error in errors.values()), (call, errors)
         assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
 
 
