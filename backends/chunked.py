@@ -304,7 +304,7 @@ def _sorted(program: Program, layout: Layout) -> _Tables:
 
 
 def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], list[EitherArray] | None]:
-    """The attention with its own gradient, and the value to pass as its sixth argument, after ALiBi's slopes and sinks.
+    """The attention with its own gradient, and the value to pass as its last argument.
 
     Tables of a static layout are captured as constants, so that XLA removes loops that never run. Traced tables have to
     be arguments, in a list: JAX builds the tree of an argument from placeholders too, which are no arrays.

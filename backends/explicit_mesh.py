@@ -35,9 +35,8 @@ def shares(
     """``backend`` on each device's share where an explicit mesh shards batch or heads; else ``backend`` itself.
 
     ``how`` is target, mode and options. ``standard`` is left to JAX, which follows each of its operations, and a
-    :class:`Sharded` says itself what each device computes. Raises
-    ValueError, with what to do, where query, key and value are sharded otherwise than along batch and heads, each
-    alike, and where the share is not supported.
+    :class:`Sharded` says itself what each device computes. Raises ValueError, with what to do, where query, key and
+    value are sharded otherwise than along batch and heads, each alike, and where the share is not supported.
     """
     found = [_sharding(x) for x in (query, key, value) if x is not None]
     if spec.kv_layout == "HND":

@@ -339,8 +339,8 @@ def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
     piece, the second device the second and the last but one, and so on (as in Kvax and in ring attention's "zigzag").
     Put tokens, segment ids and positions into this order once, before the model, and give the positions:
     ``tokens[:, order]``, and as ``query_positions`` and ``key_value_positions`` ``order`` for each sequence
-    ``[batch, length]``. ``jnp.argsort(order)`` puts the result back.
-    Raises ValueError for a length that is no multiple of ``2 * devices``.
+    ``[batch, length]``. ``jnp.argsort(order)`` puts the result back. Raises ValueError for a length that is no multiple
+    of ``2 * devices``.
 
     >>> balanced_order(8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]

@@ -86,8 +86,8 @@ class Prepared:
     """A cell that ran once.
 
     ``timed`` is its program, ready to be sampled (``measure/execution.py: Timed``, or what has the same methods); None
-    where nothing is timed. ``answers`` gives the outputs by name for the inputs of a seed, and
-    ``named`` those of a timed call; None where the cell brings its own comparison.
+    where nothing is timed. ``answers`` gives the outputs by name for the inputs of a seed, and ``named`` those of a
+    timed call; None where the cell brings its own comparison.
     """
 
     outcome: Outcome

@@ -140,7 +140,7 @@ def progress(go_on: Callable[[], str]) -> Iterator[ProgressDisplay]:
         raise
 
 
-def resuming(command: Any, out: Path, flags: Iterable[str], backends: Iterable[str] = ()) -> str:
+def resuming(command: OnFleet, out: Path, flags: Iterable[str], backends: Iterable[str] = ()) -> str:
     """How the run of ``command`` in ``out`` is continued, with those of its ``flags`` that it was given.
 
     A run with functions is not, since their file may have changed.

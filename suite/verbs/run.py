@@ -81,7 +81,7 @@ def run(command: Run) -> int:
         check_directory(request.profile)
     with progress(lambda: resuming(command, request.out, _WHEN_RESUMED, request.backends)) as display:
         execute(request, display, fleet)
-    code = show(request.out, *_verdicts(request)) or _named(request, requested=command.backends is not None)
+    code = show(request.out, *_verdicts(command, request)) or _named(request, requested=command.backends is not None)
     if request.profile is not None:
         from attnsuite import reports
 
@@ -150,7 +150,7 @@ def _named(request: RunGrid, *, requested: bool) -> int:
     return 2 if idle else 0
 
 
-def _verdicts(request: RunGrid) -> tuple[Path, ...]:
+def _verdicts(command: Run, request: RunGrid) -> tuple[Path, ...]:
     """The directory of what is compiled for an H100 beside a run of ``quick``; () if nothing is."""
     from .. import compile_run
     from ..compile_request import verdict_request
@@ -160,7 +160,7 @@ def _verdicts(request: RunGrid) -> tuple[Path, ...]:
     if found is None:
         return ()
     if not (found.out / RECORDS).exists():  # a resumed run may have them
-        with progress(lambda: resuming("run", request.out, request.backends)) as display:
+        with progress(lambda: resuming(command, request.out, _WHEN_RESUMED, request.backends)) as display:
             compile_run.compile_all(found, display)
     return (found.out,)
 

@@ -2,7 +2,8 @@ import dataclasses
 
 import pytest
 
-from attnsuite.suite.record import Record, TensorError
+from attnsuite.suite.record import TensorError
+from command import EMPTY
 
 ENVIRONMENT = {
     "versions": {"python": "3.11.7", "jax": "0.10.1", "jaxlib": "0.10.1", "numpy": "2.4.6"},
@@ -29,18 +30,12 @@ PROBLEM = {
     "documents": 1,
     "seed": 0,
 }
-BASE = Record(
+BASE = dataclasses.replace(
+    EMPTY,
     key="",
     suite="smoke",
     case="forward-s4096-h8k8-d64-f32",
-    kind="op_forward",
     problem=PROBLEM,
-    requested="standard",
-    resolved="standard",
-    mode="native",
-    exact=True,
-    target="cpu",
-    status="ok",
     samples=tuple(0.2 + 0.001 * i for i in range(10)),
     compile_seconds=0.4,
     flops=3.4e10,

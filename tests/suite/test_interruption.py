@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from attnsuite import reports
 from attnsuite.suite import command_line, entry
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.verbs import run
 from attnsuite.suite.verbs.flags import resuming
 from attnsuite.suite.verbs.run import Run
 from attnsuite.suite.verbs.tune import Tune
@@ -94,6 +96,23 @@ def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(killed, at
 def test_the_command_that_goes_on_has_the_flags_that_are_not_written_down(tmp_path, command, flags, words):
     (tmp_path / "run.json").touch()
     assert resuming(command, tmp_path, flags) == f"go on with: attnsuite {words} --resume --out {tmp_path}"
+
+
+def test_a_run_that_is_interrupted_while_it_compiles_for_an_h100_says_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "run.json").touch()
+    (tmp_path / RECORDS).touch()
+    request = SimpleNamespace(out=tmp_path, backends=("standard",))
+    monkeypatch.setattr(
+        "attnsuite.suite.compile_request.verdict_request", lambda *_: SimpleNamespace(out=tmp_path / "x")
+    )
+    monkeypatch.setattr("attnsuite.suite.compile_run.compile_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run._verdicts(Run(cell_timeout=9.0), request)
+    again = f"attnsuite run --cell-timeout 9.0 --resume --out {tmp_path}"
+    assert f"go on with: {again}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_resuming_under_other_versions_or_backends_is_refused(killed, tmp_path, refused):

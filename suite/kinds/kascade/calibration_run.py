@@ -81,8 +81,6 @@ def _of_function(
     layers_of: Any = getattr(load_module(Path(path)), name, None)
     if not callable(layers_of):
         raise InputError(f"{name} in {path} is no function of a prompt that returns queries and keys of each layer.")
-    source, prompts = prompts_of(flags, text, None)
-
     function = cast("QueriesAndKeys", layers_of)
 
     def queries_and_keys(prompt: Any) -> Iterator[Any]:
@@ -91,8 +89,9 @@ def _of_function(
         except (Exception, SystemExit) as error:
             raise InputError(f"{flags.model} raised {type(error).__name__}: {error}") from error
 
+    source, prompts = prompts_of(flags, text, None)
     read = {"name": source, "length": flags.length}
-    calibration = calibrate(cast("QueriesAndKeys", queries_and_keys), prompts, settings, text=read, progress=progress)
+    calibration = calibrate(queries_and_keys, prompts, settings, text=read, progress=progress)
     schedule.check(calibration.num_layers, calibration.kv_heads)
     with files.writing(flags.out):
         saved = calibration.save(flags.out)

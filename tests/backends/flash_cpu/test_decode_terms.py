@@ -85,6 +85,15 @@ def test_a_block_that_the_last_head_does_not_see_is_seen_by_the_others(name):
     np.testing.assert_allclose(run(backend="flash_cpu"), run(backend="standard"), atol=2e-6)
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_row_whose_keys_are_all_at_the_least_number_averages_them(queries):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((1, n, 2, 32), np.float32)) for n in (queries, 40, 40))
+    bias = jnp.full((1, 1, queries, 40), jnp.finfo(jnp.float32).min)
+    out = attention(query, key, value, bias=bias, backend="flash_cpu", needs_grad=False)
+    np.testing.assert_allclose(out, jnp.broadcast_to(value.mean(1, keepdims=True), out.shape), atol=1e-6)
+
+
 def _hidden_from_one_head(keys=99):
     """A step whose second head may not see a slot that its group's first head sees, where the value is NaN."""
     rng = np.random.default_rng(0)
