@@ -111,12 +111,11 @@ class Combined(Mask):
         return Interval(first, last, a.exact and b.exact and alike)
 
     def __str__(self) -> str:
-        """``a & b`` or ``a | b``, with brackets around another operation."""
-        parts = (
-            f"({x})" if isinstance(x, Combined) and x.operation is not self.operation else str(x)
-            for x in (self.first, self.second)
-        )
-        return f" {'&' if self.operation is operator.and_ else '|'} ".join(parts)
+        """``a & b`` or ``a | b``, with brackets where Python would read another mask without them."""
+        first, second = (f"({x})" if isinstance(x, Combined) else str(x) for x in (self.first, self.second))
+        if isinstance(self.first, Combined) and self.first.operation is self.operation:
+            first = str(self.first)
+        return f"{first} {'&' if self.operation is operator.and_ else '|'} {second}"
 
     __repr__ = __str__
 
@@ -170,7 +169,9 @@ class Window(Mask):
         _require_at_least(-_MOST, left=self.left, right=self.right)
 
     def _shows(self, query: Any, key: Any) -> Any:
-        return (key >= query - self.left) & (key - self.right <= query)  # no sum that leaves int32 at 2**31 - 1
+        if max(abs(self.left), abs(self.right)) < 2**30:
+            return (key >= query - self.left) & (key - self.right <= query)  # right for positions in half of int32
+        return (key >= _moved(query, -self.left)) & (key <= _moved(query, self.right))
 
     def interval(self, query: Any) -> Interval:
         """The window itself."""

@@ -28,6 +28,7 @@ NAMED: dict[masks.Mask, Any] = {
     masks.Neighbourhood(8, 1): lambda q, k: max(abs(q // 8 - k // 8), abs(q % 8 - k % 8)) <= 1,
     masks.Causal() & masks.Dilated(3): lambda q, k: k <= q and (q - k) % 3 == 0,
     masks.Causal() | masks.Prefix(7): lambda q, k: k <= q or k < 7,
+    masks.Causal() & (masks.Window(9) & masks.Dilated(3)): lambda q, k: 0 <= q - k <= 9 and (q - k) % 3 == 0,
     ~masks.Window(2, 2): lambda q, k: abs(q - k) > 2,
 }
 OWN = masks.Where(lambda q, k: jnp.abs(q - k) % 16 == 0)
@@ -60,6 +61,18 @@ def test_intervals_are_held_at_the_ends_of_int32() -> None:
     assert first.tolist() == [-(2**31), -(2**31), 2**31 - 7, 2**31 - 6]
     assert last.tolist() == ends.tolist()
     assert masks.Window(5, 4)(ends[2:, None], ends[None, 2:]).all()  # the pairs, of positions from 0
+
+
+@pytest.mark.parametrize("mask", [masks.Window(2**31 - 1, 3), masks.Window(3, 2**31 - 1)], ids=str)
+def test_a_window_without_end_shows_its_keys_before_negative_positions(mask: masks.Window) -> None:
+    one_by_one = [[q - mask.left <= k <= q + mask.right for k in range(-9, 9)] for q in range(-9, 9)]
+    positions = np.arange(-9, 9, dtype=np.int32)
+    np.testing.assert_array_equal(mask(positions[:, None], positions), one_by_one)
+    x = jax.random.normal(jax.random.key(0), (1, 18, 1, 8))
+    for function in (mask, mask & masks.Dilated(2)):
+        by = {"mask_function": function, "query_positions": positions[None], "key_value_positions": positions[None]}
+        want, got = (attention(x, x, x, backend=name, on_unavailable="raise", **by) for name in ("standard", "auto"))
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask", NAMED, ids=str)
