@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ from .support import plan, support, takes_of
 Divided = Literal["heads", "batch"]
 Exchange = Literal["gather", "ring"]
 MeshAxis = str | tuple[str, ...]
-Tree = TypeVar("Tree", Layout, Terms)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,18 +219,19 @@ class Sharded:
                 planned_here = plan(self.backend, share, layout, **planned)
                 return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
 
-            columns, given = self._columns(terms), layout
+            operands: Any = (layout, query, key, value, carry, terms)
+            in_specs = (rows, arrays, keys, keys, carries, self._columns(terms))
             if AxisType.Explicit in self.mesh.axis_types:  # on which shard_map takes no array that is sharded otherwise
-                given, terms = self._resharded(layout, rows), self._resharded(terms, columns)
+                operands = self._resharded(operands, in_specs)
             run = jax.shard_map(  # jax.jit: JAX runs no gradient of ours in a shard_map operation by operation
                 local,
                 mesh=self.mesh,
-                in_specs=(rows, arrays, keys, keys, carries, columns),
+                in_specs=in_specs,
                 # Of the log-sum-exp [batch, length, heads] too: a spec may be shorter than the output's.
                 out_specs=((arrays, arrays) if spec.return_log_sum_exp else arrays, carries),
                 check_vma=False,
             )
-            return jax.jit(run)(given, query, key, value, carry, terms)
+            return jax.jit(run)(*operands)
 
         return Plan(attend)
 
@@ -305,11 +305,16 @@ class Sharded:
         added = " with positions of its own" if self._share(spec).has_positions and not spec.has_positions else ""
         return f"the share of one device{added}"
 
-    def _resharded(self, arrays: Tree, specs: Tree) -> Tree:
-        """The arrays, sharded by their specs."""
-        return jax.tree.map(
-            lambda x, spec: jax.sharding.reshard(jnp.asarray(x), NamedSharding(self.mesh, spec)), arrays, specs
-        )
+    def _resharded(self, operands: Any, specs: Any) -> Any:
+        """The arrays, sharded by their specs, of which one may stand for a whole tree."""
+
+        def reshard(spec: PartitionSpec | None, arrays: Any) -> Any:
+            if spec is None:
+                return arrays
+            place = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda x: jax.sharding.reshard(jnp.asarray(x), place), arrays)
+
+        return jax.tree.map(reshard, specs, operands, is_leaf=lambda x: x is None)
 
     def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
         """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""

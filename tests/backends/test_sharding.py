@@ -77,6 +77,9 @@ for name, axes, mask in (
         y = jax.device_put(x, explicit.sharding())
         result = attention(y, y, y, backend=explicit.name, on_unavailable="raise", **mask)
     found[f"call, {name}"] = float(abs(np.asarray(result) - np.asarray(expected)).max())
+    made = plan(explicit, make_spec(x, x, x, **mask), target=Target.here())
+    moved = made.run(*[jax.device_put(x, jax.NamedSharding(explicit.mesh, jax.P()))] * 3)[0]
+    found[f"call, replicated, {name}"] = float(abs(np.asarray(moved) - np.asarray(expected)).max())
 print(json.dumps(found))
 """
 DIVIDED = ["combination", "ragged-causal", "decode-4", "sinks", "log-sum-exp-of-nothing", "bias-per-head"]
@@ -93,7 +96,7 @@ def test_two_devices_pass_the_conformance_checks_and_are_called_without_jit():
     found = json.loads(printed(TWO_DEVICES, json.dumps(CASES), JAX_NUM_CPU_DEVICES="2").splitlines()[-1])
     errors = {name: found.pop(name) for name in [*found] if name.startswith(("plan, ", "call, "))}
     assert found == {f"{backend} {case}": "held" for backend, names in CASES.items() for case in names}
-    assert len(errors) == 6
+    assert len(errors) == 9
     assert max(errors.values()) < 2e-6, errors
 
 
