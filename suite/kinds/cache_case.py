@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterable
+from typing import ClassVar, Literal
 
-from .kind import Least, Long, check_fields, model_word, name_case
+from ..cell import Cell, Means, Prepared, Request
+from ..measure import tensor_errors
+from .kind import LOSS, Kind, Least, Long, cell, check_fields, model_word, name_case
 
 # Each row with the dtype of its cache. The control gives prefilled slots the scales of others.
 DTYPES = {
@@ -38,3 +41,37 @@ class CacheCase:
     def __post_init__(self) -> None:
         check_fields(self)
         name_case(self, f"cache-text-{model_word(self.model)}-s{self.sequence}")
+
+
+class Cache(Kind):
+    """The kind of :class:`CacheCase`. What imports flax is imported where it is used."""
+
+    titles: ClassVar = {"cache_text": "cache, text"}
+    case: ClassVar = CacheCase
+    results: ClassVar = LOSS
+    needs_ceilings: ClassVar = False
+    shares_process: ClassVar = True
+
+    def rows(self, case: CacheCase) -> tuple[str, ...]:
+        """The dtypes of the cache, and the control."""
+        return tuple(DTYPES)
+
+    def cells(self, case: CacheCase, request: Request) -> Iterable[Cell]:
+        """A cell per row. Raises InputError for a model that is not known, and a text too short for the case."""
+        from . import model_program, model_quality  # noqa: PLC0415
+
+        model_quality.read_text(case, model_program.model_config(case), request.text)
+        for row in self.rows(case):
+            if row in request.rows:
+                exact = DTYPES[row] == "float32"
+                yield cell(case, row, resolved=row, mode="native", exact=exact)
+
+    def prepare(self, cell: Cell, case: CacheCase, means: Means) -> Prepared:
+        """Measure everything at once; nothing is timed."""
+        from . import cache_quality  # noqa: PLC0415
+
+        found = cache_quality.measure(case, DTYPES[cell.row], means.text, wrong_scales=cell.row == CONTROL)
+        return Prepared(tensor_errors.judged(found, exact=bool(cell.exact)))
+
+
+CACHE = Cache()

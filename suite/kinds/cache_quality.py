@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,45 +14,39 @@ from attnsuite.models.cache import Quantised, Slots
 from ..cell import Outcome
 from ..measure.tensor_errors import as_model_error
 from ..record import TensorError
-from .cache_case import CONTROL, DTYPES, CacheCase
-from .model_program import model_config, open_model
-from .model_quality import HeldOut, read_text, window_by_window
+from .model_program import open_model
+from .model_quality import read_text, window_by_window
 
 
-def checked(case: CacheCase, text: TextFile | None) -> HeldOut:
-    """The text of a case. Raises InputError for an unknown model, and for a text that it cannot read."""
-    return read_text(case, model_config(case), text)
-
-
-def measure(case: CacheCase, row: str, text: TextFile | None) -> Outcome:
-    """The figures of a row, from the second half of every sequence."""
+def measure(case: Any, dtype: str, text: TextFile | None, *, wrong_scales: bool) -> Outcome:
+    """The figures of a row of a ``CacheCase``, from the second half of every sequence."""
     model, half = open_model(case), case.sequence // 2
     errors: dict[str, TensorError] = {}
 
     def logits_of(tokens: Array) -> tuple[Array, Array]:
         dense = model(tokens, backend="standard", needs_grad=False)[:, half:]
-        ours = behind_cache(model, tokens, half, row)
+        ours = behind_cache(model, tokens, half, dtype, wrong_scales)
         if not errors:
             errors["logits"] = as_model_error(ours, dense, None, "float32")
         return ours, dense
 
-    outcome = window_by_window(checked(case, text), logits_of, half)
-    bytes_per_token = KVCache.create(model.config, 1, 1, DTYPES[row]).nbytes
+    outcome = window_by_window(read_text(case, model.config, text), logits_of, half)
+    bytes_per_token = KVCache.create(model.config, 1, 1, dtype).nbytes
     return dataclasses.replace(outcome, accuracy=errors, figures={"kv_bytes_per_token": bytes_per_token})
 
 
 def behind_cache(
-    model: Transformer, tokens: Int[Array, "batch length"], half: int, row: str
+    model: Transformer, tokens: Int[Array, "batch length"], half: int, dtype: str, wrong_scales: bool
 ) -> Float[Array, "batch rest vocab"]:
-    """Logits of the tokens from ``half``, read in one call behind a cache of the row's dtype that holds the others.
+    """Logits of the tokens from ``half``, read in one call behind a cache of this dtype that holds the others.
 
     A token reads the keys and values of every token before it, and its own, as the cache keeps them: one call gives
     what the decode steps give one after the other.
     """
     batch, length = tokens.shape
-    cache = model.new_cache(batch, length, DTYPES[row])
+    cache = model.new_cache(batch, length, dtype)
     _, cache = model.prefill(tokens[:, :half], cache, last_only=True, backend="standard")
-    if row == CONTROL:
+    if wrong_scales:
         keys, values = (tuple(_with_other_scales(x, half) for x in of) for of in (cache.keys, cache.values))
         cache = dataclasses.replace(cache, keys=keys, values=values)
     return model.prefill(tokens[:, half:], cache, backend="standard")[0]

@@ -27,8 +27,6 @@ from ..measure.tensor_errors import as_model_error
 from ..measure.tokens import bits, reader_of, unigram_bits
 from ..record import TensorError
 from .model_program import open_model, resolutions_of_sequence, selected_shares
-from .retrieval_case import RetrievalCase
-from .text_case import TextCase
 
 _PROMPTS_AT_ONCE = 8
 _LEAST_CONTEXT = 1024
@@ -52,8 +50,8 @@ def read_text(case: Any, config: ModelConfig, text: TextFile | None, windows: in
         return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, windows or case.sequences))
 
 
-def perplexity(case: TextCase, backend: str, text: TextFile | None) -> Outcome:
-    """Perplexity per token and bits per byte of ``backend``, with KL and top-1 agreement against ``standard``."""
+def perplexity(case: Any, backend: str, text: TextFile | None) -> Outcome:
+    """Perplexity per token and bits per byte in a ``TextCase``, with KL and top-1 agreement against ``standard``."""
     model = open_model(case)
     errors: dict[str, TensorError] = {}
 
@@ -83,12 +81,12 @@ def window_by_window(held_out: HeldOut, logits_of: Callable[[Array], tuple[Array
     return Outcome(quality=figures, series=raw)
 
 
-def retrieval_model(case: RetrievalCase) -> Transformer:
-    """The constructed checkpoint, with room for the case's length."""
+def retrieval_model(case: Any) -> Transformer:
+    """The constructed checkpoint, with room for the length of a ``RetrievalCase``."""
     return retrieval.build(context=max(case.sequence, _LEAST_CONTEXT))
 
 
-def recall(case: RetrievalCase, backend: str) -> Outcome:
+def recall(case: Any, backend: str) -> Outcome:
     """Share of needles that the constructed checkpoint retrieves under ``backend``, with the standard backend's."""
     model = retrieval_model(case)
     rng = np.random.default_rng([case.seed, 0])
@@ -114,7 +112,7 @@ def recall(case: RetrievalCase, backend: str) -> Outcome:
     )
 
 
-def _with_selection(outcome: Outcome, config: ModelConfig, case: TextCase | RetrievalCase, backend: str) -> Outcome:
+def _with_selection(outcome: Outcome, config: ModelConfig, case: Any, backend: str) -> Outcome:
     """The outcome with what an approximate backend selected; without that its figures cannot be read."""
     selected = selected_shares(resolutions_of_sequence(config, case.sequence, backend), config)
     figures = {name: value for one in selected for name, value in one.figures.items()}

@@ -18,7 +18,7 @@ from attnsuite.suite import model_suite
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
-from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_program
+from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_case
 from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
@@ -133,18 +133,18 @@ def test_what_is_timed_as_kascade_is_the_devices_own_kernel(row, kind, on):
     cases = [case for case in cases if (case.layers == 1) == row.endswith("_layer")]
     assert cases
     for case in cases:
-        arrays = stack_program._arrays(case)
-        handed = (jax.eval_shape(stack_program._select(case, None), *arrays),) if row == "reuse_layer" else ()
-        traced = jaxpr(stack_program._stack(case, row, None, "standard", "native"), *arrays, *handed)
-        dense = row == "kascade_profitable" and stack_program.plan_notes(case, row)
+        arrays = stack_case._arrays(case)
+        handed = (jax.eval_shape(stack_case._select(case, None), *arrays),) if row == "reuse_layer" else ()
+        traced = jaxpr(stack_case._stack(case, row, None, "standard", "native"), *arrays, *handed)
+        dense = row == "kascade_profitable" and stack_case.plan_notes(case, row)
         assert (KERNEL in traced) is not bool(dense), case.name
-        assert "pallas_call" not in jaxpr(stack_program._stack(case, "dense", None, "standard", "native"), *arrays)
+        assert "pallas_call" not in jaxpr(stack_case._stack(case, "dense", None, "standard", "native"), *arrays)
 
 
 def test_a_cpu_has_no_kernel_of_its_own():
     case = small(next(case for case in SUITES["kascade"].cases if isinstance(case, StackCase)))
     assert "pallas_call" not in jaxpr(
-        stack_program._stack(case, "anchor_layer", None, "standard", "native"), *stack_program._arrays(case)
+        stack_case._stack(case, "anchor_layer", None, "standard", "native"), *stack_case._arrays(case)
     )
 
 

@@ -17,7 +17,7 @@ from attnsuite.models.planning import attention_spec
 from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
-from attnsuite.suite.kinds.kascade import dense, row_quality, stack_program
+from attnsuite.suite.kinds.kascade import dense, row_quality, stack_case
 from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.controls import Watched, quest_bound
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
@@ -213,27 +213,25 @@ def expected_flops(case):
 @pytest.mark.parametrize("kind", ["kascade_prefill", "kascade_decode"])
 def test_stack_with_everything_selected_is_dense(kind, method):
     case = dataclasses.replace(STACK, name="", kind=kind)
-    assert stack_program.judge(case, method, 1)["out"].passed
+    assert stack_case.judge(case, method, 1)["out"].passed
 
 
 @pytest.mark.parametrize("method", ["anchor_layer", "reuse_layer"])
 def test_part_of_a_stack_with_everything_selected_is_dense(method):
     case = dataclasses.replace(STACK, name="", layers=1, anchors=1)
-    assert stack_program.judge(case, method, 1)["out"].passed
+    assert stack_case.judge(case, method, 1)["out"].passed
 
 
 def test_judging_a_stack_sees_what_is_left_out(monkeypatch):
-    monkeypatch.setattr(
-        stack_program, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.5})
-    )
-    assert not stack_program.judge(STACK, "kascade", 1)["out"].passed
+    monkeypatch.setattr(stack_case, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.5}))
+    assert not stack_case.judge(STACK, "kascade", 1)["out"].passed
 
 
 def test_row_that_may_run_dense_says_so_and_counts_as_dense():
     most = dataclasses.replace(STACK, name="", top_k=0.9)
-    (note,) = stack_program.plan_notes(most, "kascade_profitable")
+    (note,) = stack_case.plan_notes(most, "kascade_profitable")
     assert "when='profitable' runs dense" in note
-    assert stack_program.figures(most, "kascade_profitable") == {"kept_pairs": 1.0, "flops": 1.0}
+    assert stack_case.figures(most, "kascade_profitable") == {"kept_pairs": 1.0, "flops": 1.0}
     assert reasons_of("kascade_profitable", most) == ()
 
 
@@ -304,9 +302,9 @@ def test_row_of_another_kernel_is_interpreted_where_it_cannot_run_and_refused_wh
 def test_judging_an_interpreted_kernel_sees_what_is_left_out(monkeypatch):
     whole = dataclasses.replace(STACK, name="", layers=2, anchors=1, sequence=64, tile_size=16)
     monkeypatch.setattr(
-        stack_program, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.25})
+        stack_case, "settings_of", lambda case, **others: settings_of(case, **{**others, "top_k": 0.25})
     )
-    assert not stack_program.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed
+    assert not stack_case.judge(whole, "kascade_pallas", 1, "interpret")["out"].passed
 
 
 @pytest.mark.thorough

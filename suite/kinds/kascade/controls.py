@@ -126,7 +126,7 @@ def row_settings(
 
     The loss of a selection does not depend on who computes it. If the target's kernel does not take a row's tiles (a
     TPU's takes no tiles of 16 keys, no kernel takes single keys), XLA's code computes the row, and a note says so. A
-    row that is timed is refused instead, see :func:`attnsuite.suite.kinds.kascade.stack_program.refusals`.
+    row that is timed is refused instead, see :func:`attnsuite.suite.kinds.kascade.stack_case.refusals`.
     """
     changed = dataclasses.replace(settings, **_CHANGES.get(method, {}))
     reasons = support(KASCADE, spec, target, options=changed.as_options()).reasons
