@@ -35,7 +35,7 @@ from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
 from .contract import NOTHING_SEEN, Part, Plan, check_options
 from .devices import Target
-from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Takes
+from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Options, Takes
 from .kv_layout import turned
 from .layout import ARRAYS, Layout
 from .operands import NO_TERMS, EitherArray, Terms
@@ -77,13 +77,7 @@ class Chunked:
         )
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         checked = check_options(self.name, options, OPTIONS)
@@ -110,13 +104,7 @@ class Chunked:
         return Plan.stateless(attend, key_blocks=program.sizes.keys)
 
     def part(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all; never by the plain formula."""
         program = self._program(spec, layout, target, check_options(self.name, options, OPTIONS))

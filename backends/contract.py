@@ -46,7 +46,7 @@ from jaxtyping import Array, Bool, Float, Num
 from . import sinks
 from .derivatives import forward_mode_explained, forward_only
 from .devices import Target
-from .features import Mode
+from .features import Mode, Options
 from .layout import Layout, check_operands, check_terms
 from .manual_axes import varying
 from .operands import NO_TERMS, EitherArray, Terms
@@ -162,13 +162,7 @@ class Backend(Protocol):
         ...
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Prepare one forward pass for ``target``. Raises ValueError for an option that the backend does not have."""
         ...
@@ -234,13 +228,7 @@ class PartBackend(Backend, Protocol):
     """A backend with ``parts`` in its ``takes``: it can attend to some of the keys and return their log-sum-exp."""
 
     def part(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Part:
         """As :meth:`Backend.plan`, for a spec whose keys are one part of all."""
         ...
@@ -285,7 +273,7 @@ def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
 
 def check_options(
     backend: str,
-    options: Mapping[str, Any] | None,
+    options: Options,
     accepted: Mapping[str, str],
 ) -> dict[str, Any]:
     """The options as a dict. Raises ValueError for a name that the backend does not have, listing those that it has."""

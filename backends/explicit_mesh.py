@@ -7,7 +7,6 @@ where batch and heads are sharded, so they run inside ``jax.shard_map``, without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxtyping import Array
 
 from .contract import Backend
 from .devices import Target
-from .features import Mode
+from .features import Mode, Options
 from .sharding import MeshAxes, Sharded
 from .spec import AttentionSpec
 from .support import support
@@ -27,7 +26,7 @@ _DIMENSIONS = ("batch", "length", "heads", "head_dim")
 def shares(
     backend: Backend,
     spec: AttentionSpec,
-    how: tuple[Target, Mode, Mapping[str, Any] | None],
+    how: tuple[Target, Mode, Options],
     query: Array,
     key: Array,
     value: Array | None,

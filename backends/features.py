@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from .operands import OPERANDS, Learned
 
 Mode = Literal["native", "interpret", "compile"]
+Options = Mapping[str, Any] | None  # of a backend, by name; None: its defaults
 _Basic = Literal[
     "causal",
     "bidirectional",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from .contract import Plan, check_options, positions
 from .devices import Target
-from .features import Feature, Mode, Takes
+from .features import Feature, Mode, Options, Takes
 from .layout import Layout
 from .operands import Terms
 from .spec import AttentionSpec
@@ -32,13 +32,7 @@ class FunctionBackend:
         return self.declared
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Call the function with the keywords of what the spec asks for."""
         check_options(self.name, options, {})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from attnsuite.sentences import quoted
@@ -19,7 +18,7 @@ from . import registry
 from .choices import AnyPolicy, Decision, Policy, PolicyNotUsedWarning, decide, policy_of, tuned, usable
 from .contract import Backend, Plan
 from .devices import Target
-from .features import Mode
+from .features import Mode, Options
 from .layout import Layout
 from .spec import AttentionSpec
 from .support import plan_accepted, support
@@ -89,14 +88,14 @@ class Resolution:
         """Every reason why another backend was not taken, one sentence each, led by the backend's name."""
         return tuple(f"{rejection.backend}: {reason}" for rejection in self.rejections for reason in rejection.reasons)
 
-    def mode_and(self, options: Mapping[str, Any] | None = None) -> tuple[Mode, Mapping[str, Any] | None]:
+    def mode_and(self, options: Options = None) -> tuple[Mode, Options]:
         """The mode to plan in, and the options, which are the requested backend's; a fallback takes none."""
         if self.mode == "fallback":
             return "native", None
         options = dict(self.options) if options is None else options
         return self.mode, options if self.tuned is None else {"tuned": self.tuned} | dict(options or {})
 
-    def plan(self, layout: Layout = Layout(), options: Mapping[str, Any] | None = None) -> Plan:  # noqa: B008
+    def plan(self, layout: Layout = Layout(), options: Options = None) -> Plan:  # noqa: B008
         """Plan one forward pass with the resolved backend.
 
         Raises the errors of :func:`attnsuite.backends.plan`: ValueError where ``layout`` and the spec disagree, or for
@@ -113,7 +112,7 @@ def resolve(
     *,
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
-    options: Mapping[str, Any] | None = None,
+    options: Options = None,
     policy: AnyPolicy | None = None,
 ) -> Resolution:
     """Decide which backend computes ``spec`` on ``target`` (default: this machine) for ``request``.

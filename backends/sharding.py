@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import jax
@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 from . import ring
 from .contract import Backend, Carry, PartBackend, Plan
 from .devices import Target
-from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Takes
+from .features import BASIC_FEATURES, KV_LAYOUTS, Feature, Mode, Options, Takes
 from .layout import ARRAYS, Layout
 from .operands import NO_TERMS, OPERANDS, EitherArray, Terms
 from .spec import AttentionSpec
@@ -162,9 +162,7 @@ class Sharded:
         carries = takes_of(self.backend, target, mode).carries
         return Takes(features=features, carries=carries, kv_layouts=layouts, because=because)
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Mode, options: Options) -> tuple[str, ...]:
         """Every reason: dimensions that cannot be divided, and the backend's refusals of one device's share."""
         native = self._self_sharded()
         if native is not None:
@@ -184,13 +182,7 @@ class Sharded:
         )
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Each device plans its share with the backend. A backend's carry is divided with the batch."""
         planned: dict[str, Any] = {"target": target, "mode": mode, "options": options}

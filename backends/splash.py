@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jaxtyping import Array
 
 from .contract import Part
 from .devices import Target
-from .features import Mode, Takes
+from .features import Mode, Options, Takes
 from .layout import Layout
 from .spec import AttentionSpec
 from .splash_blocks import TUNED_OPTION, SplashKernel, plan_of, read_blocks
@@ -89,13 +89,7 @@ class Splash(SplashKernel):
     """The ``splash`` backend, which can attend to a part of the keys."""
 
     def part(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all. The kernel rounds each part's results to its dtype.
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from . import choices
 from .contract import Plan, check_options
 from .devices import Target
-from .features import Mode
+from .features import Mode, Options
 from .layout import Layout
 from .operands import Terms
 from .spec import AttentionSpec
@@ -137,7 +137,7 @@ def plan_of(
 
 
 def read_blocks(
-    name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None
+    name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Options
 ) -> tuple[Blocks, tuple[str, ...]]:
     """The blocks of the options, and whose figures they follow. Raises ValueError."""
     checked_options, notes = read_options(name, accepted, spec, target, options)
@@ -145,7 +145,7 @@ def read_blocks(
 
 
 def read_options(
-    name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None
+    name: str, accepted: Mapping[str, str], spec: AttentionSpec, target: Target, options: Options
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The options, over those of the file that ``tuned`` names, and whose figures they follow. Raises ValueError."""
     checked_options, notes = choices.with_tuned(check_options(name, options, accepted), name, accepted, target, spec)

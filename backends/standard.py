@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 from . import kv_cache
 from .contract import Plan, check_options, may_attend, positions
 from .devices import Target
-from .features import ALL_FEATURES, DTYPES, Mode, Takes
+from .features import ALL_FEATURES, DTYPES, Mode, Options, Takes
 from .layout import Layout, unread_slots, unseeing_rows
 from .operands import Terms
 from .spec import AttentionSpec
@@ -45,13 +45,7 @@ class Standard:
         )
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Build the mask once; there are no options."""
         check_options(self.name, options, {})

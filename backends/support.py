@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,18 +16,14 @@ import jax.numpy as jnp
 from . import features
 from .contract import Backend, Plan, Support
 from .devices import Target
-from .features import INSTEAD, Mode, Sizes, Takes, refusal
+from .features import INSTEAD, Mode, Options, Sizes, Takes, refusal
 from .kv_layout import as_read, swapped
 from .layout import Layout, fit, unread_slots
 from .spec import AttentionSpec
 
 
 def support(
-    backend: Backend,
-    spec: AttentionSpec,
-    target: Target,
-    mode: Mode = "native",
-    options: Mapping[str, Any] | None = None,
+    backend: Backend, spec: AttentionSpec, target: Target, mode: Mode = "native", options: Options = None
 ) -> Support:
     """Whether ``backend`` runs ``spec`` on ``target`` in ``mode`` with ``options``, or every reason why not.
 
@@ -60,7 +56,7 @@ def plan(
     *,
     target: Target,
     mode: Mode = "native",
-    options: Mapping[str, Any] | None = None,
+    options: Options = None,
     isolate: bool = False,
 ) -> Plan:
     """Plan one forward pass of ``spec`` on ``backend``.
@@ -89,7 +85,7 @@ def plan_accepted(
     *,
     target: Target,
     mode: Mode = "native",
-    options: Mapping[str, Any] | None = None,
+    options: Options = None,
     isolate: bool = False,
 ) -> Plan:
     """As :func:`plan`, of a problem that :func:`support` has accepted: the backend is not asked again."""
@@ -123,7 +119,7 @@ def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -
 
 
 def _backend_reasons(
-    backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
+    backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Options
 ) -> tuple[str, ...]:
     """The backend's refusals beside its allow-list."""
     if not hasattr(backend, "refuses"):

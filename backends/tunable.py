@@ -14,6 +14,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 from msgspec import Meta
 
 from .devices import Target
+from .features import Options
 from .spec import AttentionSpec
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # a record of what was tuned holds them
@@ -95,8 +96,6 @@ class KernelBuild:
 class CompilesKernels(Protocol):
     """A backend whose GPU kernels are compiled outside XLA, and that can report the result."""
 
-    def compile_kernels(
-        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
-    ) -> tuple[KernelBuild, ...]:
+    def compile_kernels(self, spec: AttentionSpec, target: Target, options: Options = None) -> tuple[KernelBuild, ...]:
         """Compile every kernel of ``spec`` for ``target``, which need not be present. No GPU, no driver."""
         ...

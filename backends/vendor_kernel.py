@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from .contract import Plan, check_options
 from .devices import Target
-from .features import Mode, Takes
+from .features import Mode, Options, Takes
 from .layout import Layout
 from .spec import AttentionSpec
 
@@ -50,9 +50,7 @@ class VendorKernel:
         """The allow-list, the same on every device."""
         return self.allowed
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Mode, options: Options) -> tuple[str, ...]:
         """A JAX without the kernel, another platform, what the kernel cannot do, and a missing package."""
         found = list[str]()
         if self.module is not None and not _is_there(self.module):
@@ -66,13 +64,7 @@ class VendorKernel:
         return tuple(found) if found or not (target.present or mode != "native") else self.missing(mode)
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Prepare one forward pass.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from ..contract import (
 )
 from ..derivatives import first_derivative
 from ..devices import Target
-from ..features import ALL_FEATURES, DTYPES, KV_LAYOUTS, Mode, Takes
+from ..features import ALL_FEATURES, DTYPES, KV_LAYOUTS, Mode, Options, Takes
 from ..kv_layout import turned
 from ..layout import key_rows
 from ..merging import Seen, put_together
@@ -93,9 +93,7 @@ class FlashCpu:
             because={"mode": "which is native code without a kernel to interpret"},
         )
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Mode, options: Options) -> tuple[str, ...]:
         """Refuses devices that are no CPU, CPUs where the kernels do not work, and functions that they do not have."""
         if target.platform != "cpu":
             return (f"flash_cpu runs on CPUs, the target is {target}; use backend='auto'.",)
@@ -111,13 +109,7 @@ class FlashCpu:
         return tuple(found)
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Compute the mask's numbers once for all layers. Options: :data:`OPTIONS`; raises ValueError for others."""
         checked = _checked(options)
@@ -156,13 +148,7 @@ class FlashCpu:
         return Plan.stateless(attend, key_blocks=(calls.isa.strip, BLOCK_KEYS, BACKWARD_KEYS))
 
     def part(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Part:
         """As :meth:`plan`, for keys that are one part of all."""
         isa = _isa(_checked(options)["isa"], spec)
@@ -280,7 +266,7 @@ def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
     return power, jnp.exp(rest + jnp.clip(lost / _LOG2_E, -_MOST_LOST, _MOST_LOST))
 
 
-def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked(options: Options) -> dict[str, Any]:
     """All options. Raises ValueError for an unknown name or an invalid value."""
     checked = {"isa": None, "batch_invariant": False, **check_options("flash_cpu", options, OPTIONS)}
     for name, value in checked.items():

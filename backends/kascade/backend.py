@@ -21,7 +21,7 @@ from .. import choices
 from ..contract import AttentionSpec, Carry, Layout, Plan
 from ..derivatives import forward_only
 from ..devices import Target
-from ..features import INSTEAD, Mode, Takes
+from ..features import INSTEAD, Mode, Options, Takes
 from ..resolve import resolve
 from ..sharding import MeshAxes
 from . import tuned_options
@@ -65,9 +65,7 @@ class Kascade:
             },
         )  # fmt: skip
 
-    def refuses(
-        self, spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None
-    ) -> tuple[str, ...]:
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Mode, options: Options) -> tuple[str, ...]:
         """Positions other than those of new tokens behind a cache, and problems that the kernel cannot compute."""
         try:
             settings = _settings(spec, target, mode, options)
@@ -103,13 +101,7 @@ class Kascade:
     work = staticmethod(tuned_options.work)
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """Cut the problem into tiles and check the schedule once. Options: see ``backends.kascade.OPTIONS``.
 
@@ -237,7 +229,7 @@ def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: Any) -> S
     return carry
 
 
-def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any] | None) -> Settings:
+def _settings(spec: AttentionSpec, target: Target, mode: Mode, options: Options) -> Settings:
     """The settings of the options, over those of the file that ``tuned`` names. Raises ValueError."""
     options = dict(options or {})
     if isinstance(options.get("tuned"), str):

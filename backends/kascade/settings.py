@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Int
 
 from ..contract import AttentionSpec, check_options, is_whole
+from ..features import Options
 from .schedule import Schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Granularity = Literal["tile", "token"]
 Ablation = Literal["all_heads", "no_remap"]
@@ -125,7 +123,7 @@ class Settings:
             )
 
     @staticmethod
-    def of(options: Mapping[str, Any] | None, kernel: Kernel = "xla") -> Settings:
+    def of(options: Options, kernel: Kernel = "xla") -> Settings:
         """Settings of backend options; ``kernel`` is the default. Raises ValueError for a name that is no option."""
         settings = Settings(**check_options("kascade", options, OPTIONS))
         return settings if settings.kernel else dataclasses.replace(settings, kernel=kernel)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from .. import choices
 from ..contract import Plan, check_options
 from ..devices import Target
-from ..features import DTYPES, INSTEAD, Mode, Takes
+from ..features import DTYPES, INSTEAD, Mode, Options, Takes
 from ..layout import Layout
 from ..sharding import MeshAxes
 from ..spec import AttentionSpec
@@ -52,9 +52,7 @@ class Kvax(VendorKernel):
             return None
         return dataclasses.replace(self, make=functools.partial(_plan, OnMesh(mesh, axes)))
 
-    def compile_kernels(
-        self, spec: AttentionSpec, target: Target, options: Mapping[str, Any] | None = None
-    ) -> tuple[KernelBuild, ...]:
+    def compile_kernels(self, spec: AttentionSpec, target: Target, options: Options = None) -> tuple[KernelBuild, ...]:
         """Compile every kernel of ``spec`` for a GPU that may be absent; sizes, never a speed.
 
         Options are those of :meth:`plan`. Raises ValueError for a spec or target that is refused, with the reasons, and

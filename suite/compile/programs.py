@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from attnsuite.backends import AttentionSpec, Backend, Layout, Plan, Target, plan
 from attnsuite.backends.contract import BackendWithRoles
+from attnsuite.backends.features import Options
 from attnsuite.models import ModelConfig
 from attnsuite.models.cache import slot_shapes
 from attnsuite.models.forward_pass import forward_cached
@@ -40,9 +41,7 @@ class AbstractProgram:
     donated: tuple[int, ...] = ()
 
 
-def op_program(
-    case: OpCase, backend: Backend, target: Target, options: Mapping[str, Any] | None = None
-) -> AbstractProgram:
+def op_program(case: OpCase, backend: Backend, target: Target, options: Options = None) -> AbstractProgram:
     """One attention call, see :func:`attnsuite.suite.kinds.attention_call.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
 

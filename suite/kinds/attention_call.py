@@ -28,7 +28,7 @@ from attnsuite.backends import (
 )
 from attnsuite.backends import plan as plan_whole
 from attnsuite.backends.devices import usable_cores
-from attnsuite.backends.features import Mode
+from attnsuite.backends.features import Mode, Options
 from attnsuite.backends.sharding import divided
 from attnsuite.models import TextFile
 
@@ -74,12 +74,7 @@ def op_function(case: OpCase | AttentionSpec, plan: Callable[[Layout], Plan]) ->
 
 
 def op_program(
-    case: OpCase,
-    backend: Backend,
-    mode: Mode,
-    target: Target,
-    devices: int = 1,
-    options: Mapping[str, Any] | None = None,
+    case: OpCase, backend: Backend, mode: Mode, target: Target, devices: int = 1, options: Options = None
 ) -> Program:
     """The program of an op case, see :func:`op_function`.
 

@@ -9,7 +9,7 @@ Quadratic: for short input.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from attnsuite.backends import AttentionSpec, Layout, Plan, Target, plan, support
 from attnsuite.backends.contract import Carry, may_attend
-from attnsuite.backends.features import Mode
+from attnsuite.backends.features import Mode, Options
 from attnsuite.backends.kascade import (
     KASCADE,
     LayerRole,
@@ -88,13 +88,7 @@ class Watched:
     takes, refuses = staticmethod(KASCADE.takes), staticmethod(KASCADE.refuses)
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        *,
-        target: Target,
-        mode: Mode = "native",
-        options: Mapping[str, Any] | None = None,
+        self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
     ) -> Plan:
         """The row's attention, layer by layer."""
         attend = self._attend(spec, layout, target)
