@@ -30,6 +30,13 @@ HIDDEN = float(jnp.finfo(jnp.float32).min)
 _UNSEEING_QUERY, _UNSEEN_KEY = -1, -2  # ids that match nothing
 
 
+class Listed(NamedTuple):
+    """The tiles of keys that each query tile visits ``[query tiles, slots]``: the first ``counts [query tiles]``."""
+
+    tiles: Array
+    counts: Array
+
+
 class FlatLayout(NamedTuple):
     """The position of the first query of every query tile of every sequence, the keys of every sequence, and ids.
 
@@ -80,17 +87,9 @@ class PallasKernels(Kernels):
         raise NotImplementedError
 
     def attend_rows(
-        self,
-        rows: Array,
-        keys: Array,
-        values: Array,
-        tiles: Array,
-        counts: Array,
-        flat: FlatLayout,
-        *,
-        return_residuals: bool,
+        self, rows: Array, keys: Array, values: Array, listed: Listed, flat: FlatLayout, *, return_residuals: bool
     ) -> tuple[Array, ...]:
-        """Attention to the first ``counts [query tiles]`` of the listed ``tiles [query tiles, slots]``.
+        """Attention to the listed tiles.
 
         The output ``[blocks, rows, v]``. With ``return_residuals`` it is float32, and the log-sum-exp
         ``[blocks, rows]`` of every row follows.
@@ -153,11 +152,10 @@ class PallasKernels(Kernels):
         listed = listed.reshape(-1, listed.shape[-1])
         # Unused slots (-1, at the end) repeat the last tile.
         tiles = jnp.where(listed < 0, jnp.maximum(listed.max(-1, keepdims=True), 0), listed)
-        counts = (listed >= 0).sum(-1, dtype=jnp.int32)
+        lists = Listed(tiles, (listed >= 0).sum(-1, dtype=jnp.int32))
         rows, keys, values = tiled(query, *self._tiles), self.heads(key), self.heads(value)
-        return self.attend_rows(
-            rows, keys, values, tiles, counts, self._flat_layout(layout), return_residuals=return_residuals
-        )
+        flat = self._flat_layout(layout)
+        return self.attend_rows(rows, keys, values, lists, flat, return_residuals=return_residuals)
 
     @property
     def _tiles(self) -> tuple[AttentionSpec, Tiling, int, int]:

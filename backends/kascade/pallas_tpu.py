@@ -27,7 +27,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from .block_sizes import LANES, tpu_blocks, tpu_reasons
-from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, block_visible, product, where_needed
+from .pallas_rows import (
+    HIDDEN,
+    FlatLayout,
+    Listed,
+    PallasKernels,
+    Queries,
+    Rows,
+    Visits,
+    block_visible,
+    product,
+    where_needed,
+)
 from .pallas_tpu_backward import gradient_call
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
@@ -43,18 +54,10 @@ class TpuKernels(PallasKernels):
     misfits = staticmethod(tpu_reasons)
 
     def attend_rows(
-        self,
-        rows: Array,
-        keys: Array,
-        values: Array,
-        tiles: Array,
-        counts: Array,
-        flat: FlatLayout,
-        *,
-        return_residuals: bool,
+        self, rows: Array, keys: Array, values: Array, listed: Listed, flat: FlatLayout, *, return_residuals: bool
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.attend_rows`; a long list takes several calls."""
-        n_rows, slots, v_dim = rows.shape[1], tiles.shape[-1], values.shape[-1]
+        n_rows, slots, v_dim = rows.shape[1], listed.tiles.shape[-1], values.shape[-1]
         calls = -(-self.tiles * (slots + 1) * 4 // LIST_BYTES)
         per_call = -(-self.tiles // calls)
         n_blocks, dtype = per_call * self.blocks.blocks_q, jnp.float32 if return_residuals else rows.dtype
@@ -63,8 +66,8 @@ class TpuKernels(PallasKernels):
             out_shape.append(jax.ShapeDtypeStruct((n_blocks, n_rows, LANES), jnp.float32))
         call = _call(self, slots, out_shape, has_ids=bool(flat.ids))
         spare = calls * per_call - self.tiles
-        tiles = jnp.pad(tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
-        counts = jnp.pad(counts, (0, spare)).reshape(calls, per_call)
+        tiles = jnp.pad(listed.tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
+        counts = jnp.pad(listed.counts, (0, spare)).reshape(calls, per_call)
         columns = _as_columns(flat.ids)
 
         def part(of_call: tuple[Array, Array, Array]) -> tuple[Array, ...]:

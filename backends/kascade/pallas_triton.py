@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..merging import merge_parts
 from .block_sizes import gpu_blocks, gpu_reasons
-from .pallas_rows import HIDDEN, FlatLayout, PallasKernels, Queries, Rows, Visits, product
+from .pallas_rows import HIDDEN, FlatLayout, Listed, PallasKernels, Queries, Rows, Visits, product
 
 # Fewer programs leave processors of a GPU idle: an H200 has 132. With 8 programs, whose keys nobody shared, a decode
 # step of 16 layers took 6.8 times the time of dense attention there (reports/published/gpu-nvidia-h200-kascade).
@@ -43,24 +43,16 @@ class TritonKernels(PallasKernels):
         return self.blocks.tile_q
 
     def attend_rows(
-        self,
-        rows: Array,
-        keys: Array,
-        values: Array,
-        tiles: Array,
-        counts: Array,
-        flat: FlatLayout,
-        *,
-        return_residuals: bool,
+        self, rows: Array, keys: Array, values: Array, listed: Listed, flat: FlatLayout, *, return_residuals: bool
     ) -> tuple[Array, ...]:
         """As :meth:`PallasKernels.attend_rows`."""
-        splits = self._splits(rows, tiles.shape[1])
+        splits = self._splits(rows, listed.tiles.shape[1])
         shape, rounded = (splits, *rows.shape[:2]), splits == 1 and not return_residuals
         out = [jax.ShapeDtypeStruct((*shape, values.shape[-1]), rows.dtype if rounded else jnp.float32)]
         if not rounded:
             out.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-        whole = keys, values, tiles, counts, *flat[:2], *flat.ids
-        kernel = functools.partial(_attend, kernels=self, slots=-(-tiles.shape[1] // splits))
+        whole = keys, values, *listed, *flat[:2], *flat.ids
+        kernel = functools.partial(_attend, kernels=self, slots=-(-listed.tiles.shape[1] // splits))
         found = self._call("kascade_attend", kernel, (rows,), whole, out, [*map(self._part_of_split, out)], splits)
         if splits == 1:
             return tuple(x[0] for x in found)
