@@ -57,6 +57,7 @@ class Quantised:
 
 
 Slots = Float[Array, "batch kv_heads capacity head_dim"] | Quantised
+Held = tuple[tuple[Slots, ...], tuple[Slots, ...]]  # the keys of every layer, and the values
 
 
 @jax.tree_util.register_dataclass

@@ -25,7 +25,7 @@ from attnsuite.backends.contract import NO_TERMS, Carry, Terms
 from attnsuite.backends.kv_cache import ragged_layout
 
 from . import latent
-from .cache import SlotMapping, Slots, read, with_scales, write, write_pages
+from .cache import Held, SlotMapping, Slots, read, with_scales, write, write_pages
 from .config import AttentionType, ModelConfig
 from .experts import gated, mixture
 from .parameters import LAYER_NORMS, Params
@@ -86,8 +86,7 @@ def forward_cached(
     config: ModelConfig,
     params: Params,
     tokens: Tokens,
-    keys: tuple[Slots, ...],
-    values: tuple[Slots, ...],
+    held: Held,
     start: Int[Array, " batch"],
     end: Int[Array, " batch"],
     *,
@@ -96,7 +95,7 @@ def forward_cached(
     last_only: bool = False,
     tree: masks.Tree | None = None,
     page_table: Int[Array, "batch pages_per_sequence"] | None = None,
-) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
+) -> tuple[Array, Held]:
     """Logits of new tokens behind ``start`` cached ones, and the cache with the new tokens written to it.
 
     ``end - start`` of the tokens are valid in each sequence, the rest is padding on the right. ``fresh``
@@ -108,7 +107,8 @@ def forward_cached(
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32) if tree is None else jnp.array(tree.depths, jnp.int32)
     positions = start[:, None] + offsets[None]
     layout = Layout() if fresh else Layout(query_positions=positions, key_value_seq_lengths=end)
-    capacity = keys[0].shape[2] * (1 if page_table is None else page_table.shape[1])
+    pool = (held[0][0].shape[0], held[0][0].shape[2])
+    capacity = pool[1] * (1 if page_table is None else page_table.shape[1])
     if tree is not None:
         layout = _layout_of(tree, capacity, start, end)
     if page_table is None:
@@ -116,60 +116,48 @@ def forward_cached(
     else:
         layout = layout if fresh else dataclasses.replace(layout, page_table=page_table)
         slots = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        rows, pool = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], (keys[0].shape[0], keys[0].shape[2])
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
         put = functools.partial(
             write_pages, slot_mapping=SlotMapping.of(page_table, rows, slots, slots < end[:, None], pool)
         )
     # A node's path is as long as it would be in a decode step, whatever other nodes there are.
     turns = turns_of(config, positions, end[:, None] if tree is None else positions + 1)
     x = embed(config, params, tokens, positions)
-    x, keys, values = _through_layers(
-        config, params, x, turns, keys, values, put, layout, resolutions=resolutions, fresh=fresh
-    )
+    x, held = _through_layers(config, params, x, turns, held, put, layout, resolutions=resolutions, fresh=fresh)
     if last_only:
         x = jnp.take_along_axis(x, (end - start - 1)[:, None, None], axis=1)
     logits = logits_of(config, params, x)
-    return (logits[:, 0] if last_only else logits), keys, values
+    return (logits[:, 0] if last_only else logits), held
 
 
 def forward_ragged(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array, "1 tokens"],
-    keys: tuple[Slots, ...],
-    values: tuple[Slots, ...],
+    held: Held,
     lengths: Int[Array, " sequences"],
     query_starts: Int[Array, " sequences_plus_one"],
     page_table: Int[Array, "sequences pages_per_sequence"],
     *,
     resolutions: Resolutions,
-) -> tuple[Float[Array, "sequences vocab"], tuple[Slots, ...], tuple[Slots, ...]]:
+) -> tuple[Float[Array, "sequences vocab"], Held]:
     """Logits of the last token of each sequence in a ragged batch, and the paged cache with the tokens written to it.
 
     Arguments are those of :func:`attnsuite.backends.kv_cache.ragged_layout`: ``lengths`` count the new tokens, and a
     sequence may have none; its logits then mean nothing.
     """
-    pool = (keys[0].shape[0], keys[0].shape[2])
+    pool = (held[0][0].shape[0], held[0][0].shape[2])
     layout = ragged_layout(page_table, lengths, query_starts, page_size=pool[1], num_tokens=tokens.shape[1])
     of_token: Any = layout.query_segment_ids
     sequences, positions = jnp.maximum(of_token, 0), jnp.maximum(jnp.asarray(layout.query_positions), 0)
     put: Put = functools.partial(
         write_pages, slot_mapping=SlotMapping.of(page_table, sequences, positions, of_token >= 0, pool)
     )
-    x, keys, values = _through_layers(
-        config,
-        params,
-        embed(config, params, tokens, positions),
-        turns_of(config, positions, lengths[sequences]),
-        keys,
-        values,
-        put,
-        layout,
-        resolutions=resolutions,
-        fresh=False,
-    )
+    x = embed(config, params, tokens, positions)
+    turns = turns_of(config, positions, lengths[sequences])
+    x, held = _through_layers(config, params, x, turns, held, put, layout, resolutions=resolutions, fresh=False)
     last = x[:, jnp.maximum(query_starts[1:] - 1, 0)]
-    return logits_of(config, params, last)[0], keys, values
+    return logits_of(config, params, last)[0], held
 
 
 def _through_layers(
@@ -177,28 +165,27 @@ def _through_layers(
     params: Params,
     x: Hidden,
     turns: dict[AttentionType, Turn],
-    keys: tuple[Slots, ...],
-    values: tuple[Slots, ...],
+    held: Held,
     put: Put,
     layout: Layout,
     *,
     resolutions: Resolutions,
     fresh: bool,
-) -> tuple[Hidden, tuple[Slots, ...], tuple[Slots, ...]]:
+) -> tuple[Hidden, Held]:
     """The hidden state behind the last layer, and the cache, to which each layer puts its new keys and values first."""
     plans: dict[AttentionType, Plan] = {kind: found.plan(layout) for kind, found in resolutions}
     specs = {kind: found.spec for kind, found in resolutions}
     carries: dict[AttentionType, Carry] = dict.fromkeys(plans, ())
-    new_keys, new_values = list(keys), list(values)
+    keys, values = map(list, held)
     for i, layer in enumerate(params["layers"]):
         kind = config.layer_types[i]
         query, key, value = _project(config, layer, x, turns[kind])
-        new_keys[i], new_values[i] = put(keys[i], key), put(values[i], value)
+        keys[i], values[i] = put(keys[i], key), put(values[i], value)
         terms = _terms(layer)
         if not fresh:
             query, in_keys = query.astype(specs[kind].dtype), specs[kind].values_in_keys
-            key, value = read(new_keys[i]), None if in_keys else read(new_values[i])
-            terms = with_scales(terms, new_keys[i], None if in_keys else new_values[i])
+            key, value = read(keys[i]), None if in_keys else read(values[i])
+            terms = with_scales(terms, keys[i], None if in_keys else values[i])
         if _is_latent(layer) and fresh:
             key, value = latent.expand(config, layer["kv_b_proj"], key)
         elif _is_latent(layer):
@@ -208,7 +195,7 @@ def _through_layers(
         if _is_latent(layer) and not fresh:
             mixed = latent.release(config, layer["kv_b_proj"], mixed)
         x = _finish(config, layer, x, _attended(config, layer, mixed.astype(x.dtype)))
-    return x, tuple(new_keys), tuple(new_values)
+    return x, (tuple(keys), tuple(values))
 
 
 def _layout_of(tree: masks.Tree, capacity: int, start: Int[Array, " batch"], end: Int[Array, " batch"]) -> Layout:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .cache import KVCache, Slots
+from .cache import Held, KVCache
 from .checks import require_positive_int
 from .config import ModelConfig
 from .forward_pass import forward_cached
@@ -75,12 +75,11 @@ def generate(
                 break
         after = cache.lengths_after(1)
         table = cache.table_after(after)
-        latest, keys, values = _step(
+        latest, (keys, values) = _step(
             model.config,
             params,
             latest,
-            cache.keys,
-            cache.values,
+            (cache.keys, cache.values),
             cache.lengths,
             table,
             step,
@@ -136,13 +135,12 @@ def sample(
 compiled_sample = jax.jit(sample, static_argnames=("greedy",))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "resolutions", "greedy"), donate_argnames=("keys", "values"))
+@functools.partial(jax.jit, static_argnames=("config", "resolutions", "greedy"), donate_argnames="held")
 def _step(
     config: ModelConfig,
     params: Params,
     latest: Int[Array, " batch"],
-    keys: tuple[Slots, ...],
-    values: tuple[Slots, ...],
+    held: Held,
     start: Int[Array, " batch"],
     page_table: Int[Array, "batch pages_per_sequence"] | None,
     step: Any,
@@ -152,17 +150,16 @@ def _step(
     *,
     resolutions: Resolutions,
     greedy: bool,
-) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
-    logits, keys, values = forward_cached(
+) -> tuple[Array, Held]:
+    logits, held = forward_cached(
         config,
         params,
         latest[:, None],
-        keys,
-        values,
+        held,
         start,
         start + 1,
         resolutions=resolutions,
         last_only=True,
         page_table=page_table,
     )
-    return sample(logits, step, key, temperature, top_p, greedy=greedy), keys, values
+    return sample(logits, step, key, temperature, top_p, greedy=greedy), held

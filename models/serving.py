@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .cache import KVCache, Slots
+from .cache import Held, KVCache
 from .checks import require_positive_int
 from .config import ModelConfig
 from .forward_pass import forward_ragged
@@ -162,8 +162,8 @@ def serve(
         after = (cache.lengths + counts).astype(np.int32)
         table = cache.table_after(after)
         began = clock()
-        latest, keys, values = _step(
-            model.config, params, tokens[None], cache.keys, cache.values, lengths=after, query_starts=starts,
+        latest, (keys, values) = _step(
+            model.config, params, tokens[None], (cache.keys, cache.values), lengths=after, query_starts=starts,
             page_table=table, resolutions=found,
         )  # fmt: skip
         latest = np.asarray(latest)
@@ -209,17 +209,16 @@ def _counts(rows: Sequence[_Running | None], room: int) -> Int[np.ndarray, " seq
     return counts
 
 
-@functools.partial(jax.jit, static_argnames=("config", "resolutions"), donate_argnames=("keys", "values"))
+@functools.partial(jax.jit, static_argnames=("config", "resolutions"), donate_argnames="held")
 def _step(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array, "1 tokens"],
-    keys: tuple[Slots, ...],
-    values: tuple[Slots, ...],
+    held: Held,
     *,
     resolutions: Resolutions,
     **batch: Array,
-) -> tuple[Array, tuple[Slots, ...], tuple[Slots, ...]]:
+) -> tuple[Array, Held]:
     """The next token of each sequence, and the cache; ``batch`` are the other arrays of ``forward_ragged``."""
-    logits, keys, values = forward_ragged(config, params, tokens, keys, values, resolutions=resolutions, **batch)
-    return logits.argmax(-1).astype(jnp.int32), keys, values
+    logits, held = forward_ragged(config, params, tokens, held, resolutions=resolutions, **batch)
+    return logits.argmax(-1).astype(jnp.int32), held

@@ -29,7 +29,7 @@ compiled_forward = jax.jit(forward, static_argnames=("config", "resolutions"))
 compiled_forward_cached = jax.jit(
     forward_cached,
     static_argnames=("config", "resolutions", "fresh", "last_only", "tree"),
-    donate_argnames=("keys", "values"),
+    donate_argnames="held",
 )
 
 
@@ -163,12 +163,11 @@ class Transformer(nnx.Module):
         table = cache.table_after(after)
         tree = None if parents is None else _tree(tuple(parents), length, cache, lengths)
         problem = {} if cache.is_empty else cache.problem
-        logits, keys, values = compiled_forward_cached(
+        logits, (keys, values) = compiled_forward_cached(
             self.config,
             self.arrays(),
             tokens,
-            cache.keys,
-            cache.values,
+            (cache.keys, cache.values),
             cache.lengths,
             after,
             resolutions=planned(

@@ -148,16 +148,16 @@ def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
         return AbstractProgram(step, (params, state, _integers(case.batch, case.sequence)), donated=(0, 1))
     decoding = case.is_decode
 
-    def decode(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
-        return forward_cached(config, params, tokens, keys, values, end - 1, end, resolutions=found, last_only=True)
+    def decode(params: Any, tokens: Any, held: Any, end: Any) -> Any:
+        return forward_cached(config, params, tokens, held, end - 1, end, resolutions=found, last_only=True)
 
-    keys, values = (
+    held = tuple(
         tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)) for shape in shapes)
         for shapes in slot_shapes(config, case.batch, case.sequence)
     )
     tokens = _integers(case.batch, 1 if decoding else case.sequence)
     run = decode if decoding else prefill(config, found)
-    return AbstractProgram(run, (params, tokens, keys, values, _integers(case.batch)), donated=(2, 3))
+    return AbstractProgram(run, (params, tokens, held, _integers(case.batch)), donated=(2,))
 
 
 def _integers(*shape: int) -> Any:

@@ -198,22 +198,11 @@ def _pairs(case: ModelCase, config: ModelConfig, kind: AttentionType, prompt: in
 
 
 def prefill(config: ModelConfig, found: Resolutions) -> Callable[..., Any]:
-    """``(params, tokens, keys, values, end) -> (logits of the last token, keys, values)``, behind an empty cache."""
+    """``(params, tokens, held, end) -> (logits of the last token, held)``, behind an empty cache."""
 
-    def run(params: Any, tokens: Any, keys: Any, values: Any, end: Any) -> Any:
+    def run(params: Any, tokens: Any, held: Any, end: Any) -> Any:
         start = jnp.zeros_like(end)
-        return forward_cached(
-            config,
-            params,
-            tokens,
-            keys,
-            values,
-            start,
-            end,
-            resolutions=found,
-            fresh=True,
-            last_only=True,
-        )
+        return forward_cached(config, params, tokens, held, start, end, resolutions=found, fresh=True, last_only=True)
 
     return run
 
@@ -233,34 +222,26 @@ def _prefill(case: ModelCase, model: Transformer, found: Resolutions) -> Program
     cache = model.new_cache(case.batch, case.sequence)
     end = jnp.asarray(prompt_lengths(case))
     tokens = case_tokens(case, model.config)
-    arguments = (model.arrays(), tokens, cache.keys, cache.values, end)
+    arguments = (model.arrays(), tokens, (cache.keys, cache.values), end)
     return Program(prefill(model.config, found), arguments, renewed=(1,))
 
 
 def _decode(case: ModelCase, model: Transformer, found: Resolutions) -> Program:
     cache = noisy_cache(case, model)
 
-    def run(params: Any, tokens: Any, keys: Any, values: Any, start: Any) -> Any:
+    def run(params: Any, tokens: Any, held: Any, start: Any) -> Any:
         def step(state: Any, token: Any) -> tuple[Any, Any]:
-            keys, values, start = state
-            logits, keys, values = forward_cached(
-                model.config,
-                params,
-                token[:, None],
-                keys,
-                values,
-                start,
-                start + 1,
-                resolutions=found,
-                last_only=True,
+            held, start = state
+            logits, held = forward_cached(
+                model.config, params, token[:, None], held, start, start + 1, resolutions=found, last_only=True
             )
-            return (keys, values, start + 1), logits
+            return (held, start + 1), logits
 
-        (keys, values, _), logits = jax.lax.scan(step, (keys, values, start), tokens)
-        return logits, keys, values
+        (held, _), logits = jax.lax.scan(step, (held, start), tokens)
+        return logits, held
 
     tokens = decoded_tokens(case, model.config).T
-    arguments = (model.arrays(), tokens, cache.keys, cache.values, jnp.asarray(cache.lengths))
+    arguments = (model.arrays(), tokens, (cache.keys, cache.values), jnp.asarray(cache.lengths))
     return Program(run, arguments, renewed=(1,))
 
 

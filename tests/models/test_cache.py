@@ -118,7 +118,7 @@ def decode_step(kind, capacity=512, **changes):
     cache = model.new_cache(1, capacity)
     found = resolve_attention(model.config, batch=1, query_length=1, needs_grad=False, **cache.problem, **CALL)
     found = tuple((name, dataclasses.replace(x, spec=dataclasses.replace(x.spec, **changes))) for name, x in found)
-    arrays = np.zeros((1, 1), np.int32), cache.keys, cache.values, np.array([3], np.int32), np.array([4], np.int32)
+    arrays = np.zeros((1, 1), np.int32), (cache.keys, cache.values), np.array([3], np.int32), np.array([4], np.int32)
     lowered = compiled_forward_cached.lower(model.config, model.arrays(), *arrays, resolutions=found, last_only=True)
     return lowered.compile()
 

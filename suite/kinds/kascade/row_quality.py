@@ -125,18 +125,18 @@ def _program(
     start = case.sequence - decoded
 
     @jax.jit
-    def decode(params: Any, tokens: jax.Array, keys: Any, values: Any) -> tuple[jax.Array, list[Retained]]:
+    def decode(params: Any, tokens: jax.Array, held: Any) -> tuple[jax.Array, list[Retained]]:
         def step(state: Any, token: jax.Array) -> tuple[Any, Any]:
-            keys, values, at = state
+            held, at = state
             retained: list[Retained] = []
             found = resolutions(retained, token[:, None])
-            logits, keys, values = forward_cached(
-                config, params, token[:, None], keys, values, at, at + 1, resolutions=found, last_only=True
+            logits, held = forward_cached(
+                config, params, token[:, None], held, at, at + 1, resolutions=found, last_only=True
             )
-            return (keys, values, at + 1), (logits, retained)
+            return (held, at + 1), (logits, retained)
 
         first = jnp.full((dense.AT_ONCE,), start, jnp.int32)
-        _, (logits, retained) = jax.lax.scan(step, (keys, values, first), tokens.T)
+        _, (logits, retained) = jax.lax.scan(step, (held, first), tokens.T)
         return logits.swapaxes(0, 1), retained
 
     if case.phase == "prefill":
@@ -149,7 +149,7 @@ def _program(
             chosen = settings_of(case, schedule=schedule)
             call = {"backend": "kascade", "backend_options": chosen.as_options(), "on_unavailable": "raise"}
         _, cache = model.prefill(tokens[:, :start], cache, last_only=True, **call)
-        return decode(params, tokens[:, start:], cache.keys, cache.values)
+        return decode(params, tokens[:, start:], (cache.keys, cache.values))
 
     return run
 
