@@ -17,7 +17,7 @@ from .devices import Target
 from .features import Options
 from .spec import AttentionSpec
 
-_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # a record of what was tuned holds them
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # records hold them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,15 @@ class KernelBuild:
     """
 
     name: str
-    configuration: Mapping[str, int]
-    registers: int | None = None
-    spilled_bytes: int | None = None
-    shared_bytes: int | None = None
-    shared_limit_bytes: int | None = None
-    vector_loads: int | None = None
-    scalar_loads: int | None = None
-    blocks: int | None = None
-    tensor_columns: int | None = None
+    configuration: dict[str, int]
+    registers: _Size | None = None
+    spilled_bytes: _Size | None = None
+    shared_bytes: _Size | None = None
+    shared_limit_bytes: _Size | None = None
+    vector_loads: _Size | None = None
+    scalar_loads: _Size | None = None
+    blocks: _Size | None = None
+    tensor_columns: _Size | None = None
     error: str | None = None
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypedDict
 
+from attnsuite.backends.tunable import KernelBuild
+
 from . import typed
 from .typed import Count, Real, Scalar, Size
 
@@ -87,23 +89,6 @@ class TensorError:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """One compiled kernel: the fields of ``backends.tunable.KernelBuild``, with its configuration as a table."""
-
-    name: str
-    configuration: dict[str, Scalar]
-    registers: Size | None = None
-    spilled_bytes: Size | None = None
-    shared_bytes: Size | None = None
-    shared_limit_bytes: Size | None = None
-    vector_loads: Size | None = None
-    scalar_loads: Size | None = None
-    blocks: Size | None = None
-    tensor_columns: Size | None = None
-    error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """What a TPU's compiler scheduled for one Pallas kernel (``compile/tpu_schedules.py``): counts, never a time.
 
@@ -169,7 +154,7 @@ class Measured:
     memory: dict[str, Size | None] = dataclasses.field(default_factory=dict)
     # method -> bytes: compiled_argument, compiled_output, compiled_temp, process_high_water, device_peak;
     # in mode compile also compiled_alias, compiled_peak, compiled_generated_code
-    kernels: tuple[Kernel, ...] = ()  # mode compile
+    kernels: tuple[KernelBuild, ...] = ()  # mode compile
     schedules: tuple[Schedule, ...] = ()  # mode compile, for a TPU, where they were asked for
     program: ProgramText | None = None  # of one attention call
     repeats: bool | None = None  # whether a second run gave the same bits; None where a call takes over a second

@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from attnsuite.backends.tunable import KernelBuild
 from attnsuite.suite import kinds
 from attnsuite.suite.compile.occupancy import WARPS, occupancy
-from attnsuite.suite.record import Kernel, Record, Schedule
+from attnsuite.suite.record import Record, Schedule
 from attnsuite.suite.reportable import scheduled_bundles
 
 from .. import cases, environment, markdown, program_table
@@ -312,7 +313,7 @@ def kernels(content: Content) -> Iterator[Section]:
     yield Section("kernels", "Kernels", (HELD,) if held else (), tables=tuple(found))
 
 
-def _configuration(kernel: Kernel) -> str:
+def _configuration(kernel: KernelBuild) -> str:
     return ", ".join(f"{_name(name)} {value}" for name, value in kernel.configuration.items())
 
 

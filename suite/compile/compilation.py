@@ -30,7 +30,7 @@ from ..cell import Case, Outcome
 from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.model_case import ModelCase
 from ..measure import lint
-from ..record import Kernel, ProgramText
+from ..record import ProgramText
 from ..user_function import is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
@@ -258,11 +258,11 @@ def _around(
 def _kernels(builds: Iterable[tuple[KernelBuild, ...]]) -> Outcome:
     """The result for kernels that their own compiler compiles, not XLA."""
     start = time.perf_counter()
-    made = [build for group in builds for build in group]
+    made = tuple(build for group in builds for build in group)
     failed = [f"{build.name}: {build.error}" for build in made if build.error is not None]
     return Outcome(
         status="crashed" if failed else "ok",
         error=" ".join(failed)[:_REASON_LENGTH] or None,
         compile_seconds=time.perf_counter() - start,
-        kernels=tuple(Kernel(**dataclasses.asdict(build)) for build in made),
+        kernels=made,
     )

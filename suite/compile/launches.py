@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..record import Kernel
+from attnsuite.backends.tunable import KernelBuild
 
 FLAGS = "--xla_dump_to={} --xla_dump_emitter_re=ptx"
 NO_KERNEL = "no waves: the program has no Pallas kernel."
@@ -26,7 +26,7 @@ _LAUNCH = re.compile(  # as XLA of JAX 0.12 and of 0.10 writes it
 )
 
 
-def read(folder: Path) -> tuple[tuple[Kernel, ...], tuple[str, ...]]:
+def read(folder: Path) -> tuple[tuple[KernelBuild, ...], tuple[str, ...]]:
     """Each launch of a Pallas kernel in a dump of one program, and a sentence for what is not known."""
     codes = {match[1]: text for text in _texts(folder, "*.ptx") if (match := re.search(r"\.entry ([\w.$]+)\(", text))}
     calls = {name for text in _texts(folder, "*_gpu_after_optimizations.txt") for name in _CALL.findall(text)}
@@ -42,7 +42,7 @@ def read(folder: Path) -> tuple[tuple[Kernel, ...], tuple[str, ...]]:
             else:
                 why.append(NO_SHARED)
             warps = {"num_warps": -(-threads // 32)}
-            found.append(Kernel(name=name, configuration={**warps}, blocks=math.prod(grid), **figures))
+            found.append(KernelBuild(name=name, configuration={**warps}, blocks=math.prod(grid), **figures))
             notes += filter(None, why)
     return tuple(found), tuple(dict.fromkeys(notes))
 

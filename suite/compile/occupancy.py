@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from attnsuite.backends.devices import NVIDIA_GPUS
-
-from ..record import Kernel
+from attnsuite.backends.tunable import KernelBuild
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 WARPS, BLOCKS, REGISTERS, TENSOR_COLUMNS = 64, 32, 65536, 512  # of a core
@@ -37,7 +36,7 @@ class Occupancy:
     last_wave: float
 
 
-def occupancy(kernel: Kernel, target: str) -> Occupancy | None:
+def occupancy(kernel: KernelBuild, target: str) -> Occupancy | None:
     """The occupancy of ``kernel`` on ``target``, such as ``cuda:h100``.
 
     None where a size is not known, the compute capability is not one of ``CAPABILITIES``, or no block fits a core.

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from attnsuite.backends.tunable import KernelWork
+from attnsuite.backends.tunable import KernelBuild, KernelWork
 
 from ..errors import InputError
-from ..record import Kernel, Schedule
+from ..record import Schedule
 from ..typed import Real, Scalar
 from . import make_case
 from .kind import Kind, problem_of
@@ -25,7 +25,7 @@ class Trial:
 
     options: dict[str, Scalar]
     samples: tuple[Real, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelBuild, ...] = ()
     work: KernelWork | None = None
     schedules: tuple[Schedule, ...] = ()
     error: str | None = None

@@ -8,9 +8,9 @@ import types
 import pytest
 
 from attnsuite.backends import kvax
+from attnsuite.backends.tunable import KernelBuild
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.compile import launches, tpu_schedules
-from attnsuite.suite.record import Kernel
 
 HLO = """  %fusion.1 = bf16[8]{0} fusion(%p), calls=%fused
   %a.1 = bf16[8]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 8 : i32, ir = "ML\\EF, name = \\"no\\"", name = "attend", num_stages = 2 : i32, num_warps = 4 : i32}
@@ -30,7 +30,7 @@ ld.global.v4.b32 {%r1,%r2,%r3,%r4}, [%rd1];
 """
 REPORT = "0 bytes stack frame, 8 bytes spill stores\nptxas info : Used 169 registers, used 1 barriers, 16 bytes smem\n"
 SIZES = {"registers": 169, "spilled_bytes": 8, "shared_limit_bytes": 232448, "vector_loads": 1, "scalar_loads": 0}
-ATTEND = Kernel(
+ATTEND = KernelBuild(
     name="attend", configuration={"num_warps": 4}, blocks=128, shared_bytes=81936, tensor_columns=128, **SIZES
 )
 FILES = {

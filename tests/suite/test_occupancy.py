@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from attnsuite.backends.tunable import KernelBuild
 from attnsuite.suite.compile.occupancy import Occupancy, occupancy
-from attnsuite.suite.record import Kernel
 
 # target, registers of a thread, warps and shared bytes of a block -> blocks of a core, and what allows no more: answers
 # of cudaOccMaxActiveBlocksPerMultiprocessor (cuda_occupancy.h of nvidia-cuda-runtime-cu12 12.9.79). 12000 random
@@ -32,7 +32,7 @@ ANSWERS = [
 
 def kernel(registers=64, warps=4, shared=0, blocks=1000, **changed):
     sizes = {"registers": registers, "shared_bytes": shared, "blocks": blocks} | changed
-    return Kernel(name="attend", configuration={"num_warps": warps}, **sizes)
+    return KernelBuild(name="attend", configuration={"num_warps": warps}, **sizes)
 
 
 @pytest.mark.parametrize(("device", "registers", "warps", "shared", "blocks", "limits"), ANSWERS)
