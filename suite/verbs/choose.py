@@ -26,7 +26,7 @@ ALLOWED = 1.05  # of the best fixed backend's time, over all held-out problems t
 class Choose:
     """Write a policy: the fastest exact backend of each measured problem, for auto to follow."""
 
-    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    run_dirs: tyro.conf.Positional[Annotated[tuple[Path, ...], flag("RUN ...", "none")]]
     """Directories that run or tune wrote; a later one replaces problems of an earlier one."""
     out: Annotated[Path, flag("FILE")] = Path("policy.json")
     """The policy's file. One that exists is extended: a problem that it has is replaced."""

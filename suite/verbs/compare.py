@@ -19,7 +19,7 @@ SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that a step of a GitHub workflow app
 class Compare:
     """Hold the second run against the first, or show the trend over many. Also appended to $GITHUB_STEP_SUMMARY."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], flag("RUN ...", "none")]]
     """Directories of two runs; with --trend of any number, in any order."""
     fail_on: Annotated[str | None, flag("WHAT,...", "nothing")] = None
     """Exit with code 3 if run B is worse: wrong, failed, slower:10%, memory:10%, bundles:5%, separated by commas."""

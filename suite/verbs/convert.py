@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ..errors import InputError, as_input
-from .flags import flag
+from .flags import DType, flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Convert:
     """Directory of the checkpoint; or a preset such as llama-3.1-8b, which is written with random weights."""
     output: Annotated[Path | None, flag("DIR", "the input's name with -converted")] = None
     """Directory to write; it must be new or empty."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
+    dtype: Annotated[DType | None, flag("DTYPE", "as stored", choices=DType)] = None
     """float32, bfloat16 or float16."""
     quantize: Annotated[Literal["none"], flag("none")] = "none"
     """How weights are quantized; there is none yet."""

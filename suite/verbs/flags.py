@@ -29,25 +29,28 @@ if TYPE_CHECKING:
 NO_RESULT = 1
 BAD_INPUT = 2
 CHECK_FAILED = 3  # a check that the command line asked for did not pass
+DType = Literal["float32", "bfloat16", "float16"]
 _MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case wait beside it
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def flag(metavar: str, otherwise: str | None = None, name: str | None = None) -> Any:
+def flag(metavar: str, otherwise: str | None = None, name: str | None = None, choices: Any = None) -> Any:
     """The metadata of a flag for the help; ``otherwise`` describes the default where the value does not.
 
-    ``name`` is the flag's, where Python keeps the word for itself.
+    ``name`` is the flag's, where Python keeps the word for itself. ``choices`` is the type of a flag that may be left
+    out, without its None: an error would name None as one of the choices.
     """
     if otherwise is None:
         return tyro.conf.arg(metavar=metavar)
-    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=f"(default: {otherwise})")
+    hint = f"(default: {otherwise})"
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint, constructor=choices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OnFleet:
     """The flags of a verb whose cells the nodes of a Ray cluster can compute."""
 
-    executor: Annotated[Literal["ray"] | None, flag("ray", "this machine")] = None
+    executor: Annotated[Literal["ray"] | None, flag("ray", "this machine", choices=Literal["ray"])] = None
     """ray: compute the cases on the nodes of a Ray cluster (docs/how-to/fleet.md)."""
     address: Annotated[str | None, flag("ADDRESS", "the cluster of this machine")] = None
     """With --executor ray: the cluster's address."""

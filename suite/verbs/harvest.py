@@ -23,7 +23,7 @@ _FORM = "give SCRIPT.py:NAME, a file and a function in it that takes nothing and
 class Harvest:
     """Trace a step of yours (train.py:fn), and print the attention calls in it as a suite file."""
 
-    script: tyro.conf.Positional[str]
+    script: tyro.conf.Positional[Annotated[str, flag("FILE.py:NAME")]]
     """FILE.py:NAME of a function that takes nothing and returns (step, args): step(*args) is traced."""
     out: Annotated[Path | None, flag("FILE.toml", "stdout")] = None
     """File to write, which must not exist."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from ..errors import InputError
-from .flags import NO_RESULT, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell
+from .flags import NO_RESULT, DType, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell
 
 _RANDOM = 24  # problems for backends that are named
 _WHEN_RESUMED = ("require", "badge", "cell_timeout")
@@ -20,11 +20,11 @@ _WHEN_RESUMED = ("require", "badge", "cell_timeout")
 class Judge(OnFleet):
     """Hold backends, or a function of yours (my.py:fn), to the contract: what is right, and which verdicts it earns."""
 
-    backends: tyro.conf.Positional[tuple[str, ...]] = ()
+    backends: tyro.conf.Positional[Annotated[tuple[str, ...], flag("[NAME|FILE.py:NAME ...]", "all")]] = ()
     """Registered names (without any: all), or FILE.py:NAME of a function f(q, k, v) or of a backend."""
     cases: Annotated[str | None, flag("PATTERNS", "all")] = None
     """Glob patterns of named problems and verdicts, separated by commas."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "each problem's own")] = None
+    dtype: Annotated[DType | None, flag("DTYPE", "each problem's own", choices=DType)] = None
     """Ask the named problems in this dtype."""
     random: Annotated[int | None, flag("N", f"{_RANDOM} for backends that are named, else 0")] = None
     """How many random problems follow the named ones."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from ..errors import InputError
-from .flags import NO_RESULT, added, directory, flag, text_of
+from .flags import NO_RESULT, DType, added, directory, flag, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Perplexity:
     """Options of the backend, such as top_k=0.125,min_keys=0, separated by commas."""
     against: Annotated[str | None, flag("NAME", "none")] = None
     """Backend that computes the same tokens too, for a paired difference, such as chunked; reads the model twice."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
+    dtype: Annotated[DType | None, flag("DTYPE", "as stored", choices=DType)] = None
     """What is computed in."""
     out: Annotated[Path | None, flag("DIR", "runs/<UTC time>-perplexity")] = None
     """Directory for the record."""

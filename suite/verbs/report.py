@@ -16,9 +16,9 @@ from .flags import flag
 class Report:
     """Render the report of a run again from its records, one report of several runs, or a bundle that was sent."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: tyro.conf.Positional[Annotated[Path, flag("RUN|FILE.zip")]]
     """Directory of the run, where the report is written; or a bundle (FILE.zip), which is verified."""
-    others: tyro.conf.Positional[tuple[Path, ...]] = ()
+    others: tyro.conf.Positional[Annotated[tuple[Path, ...], flag("[RUN ...]", "none")]] = ()
     """Directories of runs that follow on the same page."""
     out: Annotated[Path | None, flag("DIR", "none")] = None
     """Put the runs together as one run in this directory: the shards of attnsuite run --shard. Or unpack a bundle."""

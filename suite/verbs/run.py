@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ..errors import InputError, as_input
-from .flags import OnFleet, added, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
+from .flags import DType, OnFleet, added, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,7 @@ class Run(OnFleet):
     """With --model: length of the texts and prompts."""
     batch: Annotated[int | None, flag("N", "1")] = None
     """With --model: prompts at a time; several are of unequal length."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, flag("DTYPE", "as stored")] = None
+    dtype: Annotated[DType | None, flag("DTYPE", "as stored", choices=DType)] = None
     """With --model: what it computes in."""
     profile: Annotated[Path | None, flag("DIR", "none")] = None
     """Directory for a profile of one more call of each timed cell, for Perfetto and XProf (docs/how-to/measure.md)."""

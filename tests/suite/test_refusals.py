@@ -40,6 +40,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--address", "a:1", "--nodes-with", "GPU"], "--address, --nodes-with is about a Ray cluster"),
         (["--executor", "ray", "--profile", "traces"], "--profile is for one machine"),
         (["--executor", "ray", "--nodes-with", ","], "--nodes-with is empty"),
+        (["--executor", "dask"], "invalid choice 'dask' for argument '--executor'. Expected one of ('ray',)."),
         (["--packages", "jax==0.10.1"], "--packages is about a Ray cluster"),
         (["--executor", "ray", "--packages", ","], "--packages is empty"),
         (["--executor", "ray", "--packages", "jax>=0.10"], "--packages 'jax>=0.10' must be NAME==VERSION"),
