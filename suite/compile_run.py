@@ -6,6 +6,7 @@ kept on disk (``compile/compile_cache.py``), so that a run that was stopped, or 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -37,7 +38,7 @@ from .measure import environment
 from .measure.memory import machine_bytes
 from .record import Environment, Record
 from .store import Manifest
-from .user_function import digests, files_of, is_reference
+from .user_function import digests, files_of, is_reference, register_functions
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
@@ -71,7 +72,13 @@ class CompileGrid(Grid):
         return SEARCH_STEPS * len(self.searches) * len(self.backends) * len(self.targets)
 
     def look(self) -> tuple[Environment, list[Cell]]:
-        """What this machine is, and the cells without the searches, those of a target together."""
+        """What this machine is, and the cells without the searches, those of a target together. Raises InputError.
+
+        A file of the user that does not load is found before anything is compiled.
+        """
+        if files := files_of(self.backends):
+            with contextlib.suppress(CellFailure), Worker(self.limits.memory, topologies.ENVIRONMENT, files) as worker:
+                worker.ask(self.limits.seconds, register_functions, self.backends)
         cells = [
             cell_of(case, name, target)
             for target in self.targets

@@ -22,6 +22,10 @@ from attnsuite.backends.features import DTYPES, Feature
 from attnsuite.backends.operands import OPERANDS
 
 LENGTH, HEADS, HEAD_DIM = 128, 4, 64  # small, and of a size that kernels with fixed blocks take
+_CONFINED = (
+    "a function of yours runs confined: it can write into its TMPDIR alone, read no other temporary file and open no "
+    "port; docs/explanation/judge.md"
+)
 
 
 _SHAPES: Mapping[Feature, str] = {
@@ -69,6 +73,11 @@ class Found:
         return f"Called with small arrays, it was found to be {kinds}, and to take {taken}{without}."
 
 
+def explained(error: str) -> str:
+    """What a function raised in its process; of a PermissionError also that the process is confined."""
+    return error if "PermissionError" not in error or _CONFINED in error else f"{error} ({_CONFINED})"
+
+
 def found_out(function: Callable[..., Any]) -> Found:
     """The features of ``function``, by its keywords and a few small calls. Whatever it raises is no error here."""
     spec = AttentionSpec(
@@ -86,7 +95,7 @@ def found_out(function: Callable[..., Any]) -> Found:
         is_causal = probe.nearer(causal, spec, {})
         misshapen = "" if both or is_causal or probe.is_finite() else "its output is not finite."
     except (Exception, SystemExit) as error:  # noqa: BLE001 (anything that a function raises)
-        error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        error_text = explained(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return Found(frozenset({"bidirectional", "gradient"}), error=error_text)
     plain = causal if is_causal else spec
     features: set[Feature] = {"gradient", "causal" if is_causal else "bidirectional"}

@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnsuite.backends import Takes, from_function, registry
+from attnsuite.backends import FEATURES, Takes, from_function, registry
 from attnsuite.backends.function import FunctionBackend
 
 from .errors import InputError
 from .flag_values import known_backend
-from .plain_function import found_out
+from .plain_function import explained, found_out
 
+_MODULE = "attnsuite_own_"  # before the name of a user's file, of which it makes a module
 _FORM = "give PATH.py:NAME, a file and a function of (query, key, value) in it"
 
 
@@ -79,7 +81,10 @@ def load(reference: str) -> tuple[FunctionBackend, str]:
     The latter is a sentence, empty for what ``backends.from_function`` made.
     """
     path, _, name = check_reference(reference).rpartition(":")
-    found = getattr(load_module(Path(path)), name, None)
+    try:
+        found = getattr(load_module(Path(path)), name, None)
+    except InputError as error:
+        raise InputError(explained(str(error))) from error
     if isinstance(found, FunctionBackend):
         return from_function(found.function, takes=found.declared, name=reference, exact=found.exact), ""
     if isinstance(found, type) or not callable(found) or hasattr(found, "plan"):
@@ -88,8 +93,16 @@ def load(reference: str) -> tuple[FunctionBackend, str]:
             "a backend of another class comes by an entry point (docs/how-to/my-kernel.md)."
         )
     plain = found_out(found)
-    takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"))
+    # What it raised is the reason for all that was not found out.
+    because = dict.fromkeys(FEATURES, f"which raised {plain.error}") if plain.error else {}
+    takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"), because=because)
     return from_function(found, takes=takes, name=reference), str(plain)
+
+
+def is_raised_by_user(error: Exception) -> bool:
+    """Whether the error passed through a function of a user's file."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(frame.f_globals.get("__name__")).startswith(_MODULE) for frame, _ in frames)
 
 
 def load_module(path: Path) -> ModuleType:
@@ -97,7 +110,7 @@ def load_module(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    spec = importlib.util.spec_from_file_location(f"attnsuite_own_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{_MODULE}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path} cannot be imported; give a file of Python.")
     module: Any = importlib.util.module_from_spec(spec)

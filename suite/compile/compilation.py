@@ -31,7 +31,7 @@ from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.model_case import ModelCase
 from ..measure import lint
 from ..record import ProgramText
-from ..user_function import is_reference, register_functions
+from ..user_function import is_raised_by_user, is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
 from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
@@ -215,9 +215,13 @@ def _refused(*reasons: str, error: str = "refused before it was compiled.") -> O
 
 
 def rejected(error: Exception, outcome: Outcome = Outcome()) -> Outcome:  # noqa: B008 (frozen)
-    """The compiler's message, on one line, up to the location in its source: that holds paths of this machine."""
+    """The compiler's message, on one line, up to the location in its source: that holds paths of this machine.
+
+    What a function of the user raised says so.
+    """
     reason, *_ = _LOCATION.split(" ".join(str(error).split()), maxsplit=1)
-    message = f"{type(error).__name__}: {reason}"[:_REASON_LENGTH]
+    who = "the function raised " if is_raised_by_user(error) else ""
+    message = f"{who}{type(error).__name__}: {reason}"[:_REASON_LENGTH]
     out_of_memory = "RESOURCE_EXHAUSTED" in message and _DEVICE_MEMORY.search(message)
     return dataclasses.replace(outcome, status="oom" if out_of_memory else "crashed", error=message)
 

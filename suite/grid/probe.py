@@ -33,10 +33,12 @@ def _check_runnable(reference: str, cells: Sequence[Cell]) -> None:
     if any(is_measured(cell) for cell in cells):
         return
     reasons = [reason for cell in cells for reason in cell.reasons if reason.startswith(reference)]
+    found = user_function.load(reference)[1]
+    why = found if found.startswith("It raised") else f"{' '.join(reasons[:1]) or 'they are not about it.'} {found}"
     raise InputError(
-        f"{reference} can run in none of the {len(cells)} cases: {' '.join(reasons[:1]) or 'they are not about it.'} "
-        f"{user_function.load(reference)[1]} Say more with backends.from_function(f, takes=...), or take cases "
-        "that it can run: attnsuite run --cases, or a suite of your own (docs/reference/suite-files.md)."
+        f"{reference} can run in none of the {len(cells)} cases: {why} Say more with backends.from_function(f, "
+        "takes=...), or take cases that it can run: attnsuite run --cases, or a suite of your own "
+        "(docs/reference/suite-files.md)."
     )
 
 

@@ -25,6 +25,7 @@ from ..errors import CellFailure, InputError
 from ..kinds import checked, kind_of, problem_of
 from ..measure import plausible, tensor_errors
 from ..measure.speed import Sampling
+from ..plain_function import explained
 from ..record import Environment, Measured, Record, RecordError
 from ..statistics import FEWEST
 from ..typed import Real, Scalar, Size
@@ -90,6 +91,9 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
         "sampling": outcome.sampling,
         "accelerator": outcome.accelerator,
     }
+    measured = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(Measured)}
+    if outcome.error and is_reference(cell.row) and work.UNCONFINED not in outcome.notes:
+        measured["error"] = explained(outcome.error)
     record = Record(
         key=cell.key,
         case=cell.case.name,
@@ -104,7 +108,7 @@ def record_of(cell: Cell, outcome: Outcome, *, environment: Environment, **rest:
         reasons=(*cell.reasons, *outcome.reasons),
         status=outcome.status,
         environment=environment | {name: value for name, value in how.items() if value is not None},  # pyright: ignore[reportArgumentType]
-        **{field.name: getattr(outcome, field.name) for field in dataclasses.fields(Measured)},
+        **measured,
         **rest,
     )
     return checked(record)

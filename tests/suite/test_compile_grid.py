@@ -13,7 +13,7 @@ from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import compiled
 from attnsuite.suite import compile_run
 from attnsuite.suite.compile_run import SEARCH_STEPS, CompileGrid
-from attnsuite.suite.errors import CellFailure
+from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.model_case import ModelCase
@@ -140,6 +140,15 @@ def test_another_version_flag_or_device_is_compiled_again(compile_with_fakes, mo
         changes = {"targets": (Target("tpu", "v6e"),)}
     _, again = compile_with_fakes("second", **changes)
     assert "standard" in {backend for _, backend, _ in again}
+
+
+def test_file_of_the_user_that_does_not_load_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_run, "Worker", WorkerHere)
+    (tmp_path / "my.py").write_text("1 / 0")
+    request = CompileGrid(cases=(OP,), backends=(f"{tmp_path / 'my.py'}:fn",), targets=(V5E,), out=tmp_path,
+                             limits=Limits(60.0, 2**33), cache=tmp_path, command=())  # fmt: skip
+    with pytest.raises(InputError, match=r"my\.py does not load: ZeroDivisionError"):
+        request.look()
 
 
 def test_damaged_cache_is_compiled_again(compile_with_fakes, tmp_path):

@@ -13,16 +13,18 @@ from xml.etree import ElementTree as ET
 import jax
 import pytest
 
-from attnsuite.backends import Target, registry
+from attnsuite.backends import Target, registry, support
 from attnsuite.reports import render
-from attnsuite.suite import judgement, user_function
+from attnsuite.suite import compile_run, judgement, user_function
 from attnsuite.suite.cell import Outcome, Request
+from attnsuite.suite.compile.compilation import rejected
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.grid.run_grid import new_request, resumed_request
-from attnsuite.suite.grid.running import Limits
+from attnsuite.suite.grid.running import Limits, record_of
 from attnsuite.suite.kinds import conformance_case as conformance_kind
+from attnsuite.suite.kinds.attention_call import OpCase, spec_of
 from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
@@ -66,6 +68,9 @@ def threaded(q, k, v):
 
 def dying(q, k, v):
     raise MemoryError("no room on the chip")
+
+def locked_out(q, k, v):
+    raise PermissionError("cache")
 
 def aborting(q, k, v):
     if q.dtype == "float32":
@@ -311,10 +316,25 @@ def test_what_cannot_be_judged_is_a_sentence(kernels, name, sentence):
     assert sentence.format(kernels) in str(raised.value)
 
 
+def test_what_a_function_raised_is_its_reason_and_names_the_confinement(kernels):
+    row, case, target = f"{kernels}:locked_out", OpCase(kind="op_forward", sequence=64), Target("tpu", "v5e")
+    user_function.register_functions([row])
+    why = "PermissionError: cache (a function of yours runs confined: it can write into its TMPDIR"
+    assert f"{row}, which raised {why}" in support(registry.get(row), spec_of(case), target, "compile").reasons[0]
+    with pytest.raises(PermissionError) as raised:
+        registry.get(row).function(1, 2, 3)
+    cell = compile_run.cell_of(case, row, target)
+    rest = {"suite": "", "environment": {}, "started": "", "wall_seconds": 0.0, "samples": ()}
+    assert record_of(cell, rejected(raised.value), **rest).error.startswith(f"the function raised {why}")
+
+
 def test_file_that_does_not_load_is_a_sentence(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import no_such_chip\n")
     with pytest.raises(InputError, match=r"broken.py does not load: ModuleNotFoundError: .*'no_such_chip'"):
+        user_function.register_functions([f"{path}:fn"])
+    path.write_text("raise PermissionError('cache')")
+    with pytest.raises(InputError, match=r"PermissionError: cache \(a function of yours runs confined"):
         user_function.register_functions([f"{path}:fn"])
 
 
