@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from attnsuite.suite.store import MANIFEST
+from attnsuite.suite.user_function import is_reference
+
 from .cells import Group
+from .formatting import code, command_line
 from .plot import Picture
 from .table import Table
 
@@ -51,6 +56,17 @@ def section(
             yield Section(key, title, (intro,) if intro else (), **{content: several}, short=short)
 
     return of
+
+
+def reproduce_section(at: str, words: Sequence[str], *, short: bool = False) -> Section:
+    """The command that was run, and which files it names that a reader of the page may not have."""
+    given = list(itertools.pairwise(words))
+    suites = [word for flag, word in given if flag == "--suite" and word.endswith(".toml")]
+    functions = [x for flag, word in given if flag == "--backends" for x in word.split(",") if is_reference(x)]
+    absent = ", ".join(map(code, (*suites, *functions)))
+    instead = f"; `cases` in `{MANIFEST}` has the keys of every case" if suites else ""
+    paragraphs = (f"The run does not hold {absent}{instead}.", at) if absent else (at,)
+    return Section("reproduce", "Reproduce", paragraphs, commands=(command_line(words),), short=short)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from attnsuite.suite.reportable import scheduled_bundles
 
 from .. import cases, environment, markdown, program_table
 from ..cells import group
-from ..formatting import DASH, Value, code, command_line, escape, plural
-from ..page import Page, Section, section
+from ..formatting import DASH, Value, code, escape, plural
+from ..page import Page, Section, reproduce_section, section
 from ..read import Run, load
 from ..table import MIB, Column, Table, scaled, table
 
@@ -394,8 +394,7 @@ def every_cell(content: Content) -> Iterator[Section]:
 def reproduce(content: Content) -> Iterator[Section]:
     """The command that was run."""
     need = "With the compilers (pip install '.[tpu,compile-cuda,kvax]'), on any Linux machine:"
-    command = command_line(content.command or ("attnsuite", "compile"))
-    yield Section("reproduce", "Reproduce", (need,), commands=(command,))
+    yield reproduce_section(need, content.command or ("attnsuite", "compile"))
 
 
 SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (

@@ -26,8 +26,8 @@ from .. import (
 )
 from ..cells import Cell, Group, cells_of, group
 from ..extension import ExtensionPage, pages
-from ..formatting import code, command_line, escape, plural
-from ..page import Page, Section, section
+from ..formatting import code, escape, plural
+from ..page import Page, Section, reproduce_section, section
 from ..read import Run
 
 METHOD = (
@@ -248,8 +248,8 @@ def reproduce(content: Content) -> Iterator[Section]:
     """The command that was run."""
     revision = content.records[0].environment.get("git_revision")
     at = f"At git revision {code(revision)}:" if revision else "The git revision is not recorded. The command:"
-    command = command_line(["attnsuite", "run", *_arguments(content.manifest, content.suites)])
-    yield Section("reproduce", "Reproduce", (at,), commands=(command,), short=True)
+    words = ["attnsuite", "run", *_arguments(content.manifest, content.suites)]
+    yield reproduce_section(at, words, short=True)
 
 
 def _arguments(manifest: Manifest | None, suites: str) -> list[str]:

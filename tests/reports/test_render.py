@@ -243,6 +243,8 @@ def test_record_notes_and_command_are_told(record, write_run):
     text = outputs(run)["details.md"]
     assert "causal: accuracy was judged at S=2048" in section(text, "Notes on cells")
     command = "    attnsuite run --suite 'my  suite.toml' --backends standard,chunked --cases a,b --tile-size 64\n"
+    at = "The run does not hold `my suite.toml`; `cases` in `run.json` has the keys of every case."
+    assert at in section(text, "Reproduce")
     assert command in section(text, "Reproduce")
 
 
