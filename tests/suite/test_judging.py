@@ -143,6 +143,13 @@ def test_random_problems_ask_only_for_what_a_function_takes(kernels, monkeypatch
         random_specs.draw(number, 0, registry.get(f"{kernels}:right"), Target.here(), "native")
 
 
+def test_what_stands_against_every_random_problem_is_found_soon(monkeypatch):
+    monkeypatch.setattr(random_specs, "_ALIKE", 3)
+    found = conformance_kind.judged("splash", ConformanceCase(number=0, seed=0))
+    assert found.status == "unsupported"
+    assert found.error.startswith("splash is a kernel for TPUs, not for cpu")
+
+
 def test_nan_that_reaches_rows_is_a_verdict_beside_a_right_result(kernels):
     found = judged(kernels, "lets_nan_in", "ragged")
     assert found.status == "ok", found

@@ -41,7 +41,7 @@ from .caches import Cache, cached
 from .cases import leaning
 from .problems import Problem
 
-_TRIES = 2000
+_TRIES, _ALIKE = 2000, 50
 _LARGEST_LOGIT = 140.0  # float32 rounds larger ones by more than the absolute bound of the judge
 # Feature -> the option that asks for it, and the value that does not.
 _OFF: Mapping[Feature, tuple[str, Any]] = {
@@ -84,14 +84,23 @@ class Drawn:
 
 
 def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -> Drawn:
-    """Problem ``number`` of ``seed`` that the backend takes. Raises RuntimeError where it takes none of 2,000."""
+    """Problem ``number`` of ``seed`` that the backend takes.
+
+    Raises RuntimeError where it takes none of 2,000; with the reason where one stands against each of the first 50,
+    since such a reason is of the device, not of the problem.
+    """
     rng = np.random.default_rng((seed, number))
     taken = takes_of(backend, target, mode).features
     isolates = backend.name in checks.ISOLATING
-    for _ in range(_TRIES):
+    against: set[str] = set()
+    for tried in range(_TRIES):
         drawn = _draw(rng, taken, has_blocks=backend.name == "chunked", isolates=isolates)
-        if support(backend, drawn.spec, target, mode, drawn.options):
+        found = support(backend, drawn.spec, target, mode, drawn.options)
+        if found:
             return drawn
+        against = against.intersection(found.reasons) if tried else set(found.reasons)
+        if tried + 1 >= _ALIKE and against:
+            raise RuntimeError(min(against))
     raise RuntimeError(f"{backend.name} refused all of {_TRIES} random problems.")
 
 
