@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
@@ -33,8 +34,9 @@ class SavedSteps:
         """Write the arrays of ``tree`` as those after ``step`` updates; returns when they are on disk."""
         import orbax.checkpoint as ocp  # noqa: PLC0415 (an optional package)
 
-        self._manager.save(step, args=ocp.args.StandardSave(_named(tree)))
-        self._manager.wait_until_finished()
+        with ThreadPoolExecutor(1) as whole:  # an interrupt waits: Orbax's threads would report that they end
+            whole.submit(self._manager.save, step, args=ocp.args.StandardSave(_named(tree))).result()
+            self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
         """The arrays of ``step`` in a tree of the structure, shapes and dtypes of ``like``.

@@ -8,6 +8,7 @@ step), ``saved/`` (the state for resuming), and at the end the model for ``model
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import warnings
@@ -20,12 +21,12 @@ import jax
 import numpy as np
 import optax
 
-from attnsuite.backends import BackendUnavailableError, PolicyNotUsedWarning
+from attnsuite.backends import BackendUnavailableError, PolicyNotUsedWarning, Target
 from attnsuite.backends.contract import Mode
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, lora
 from attnsuite.models.optimizer import OptimizerName, make_optimizer
 from attnsuite.models.packing import Packed, pack
-from attnsuite.models.parameters import Params
+from attnsuite.models.parameters import Params, initialise
 from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.rematerialise import Remat
 from attnsuite.models.resume import SavedSteps, missing, open_saved
@@ -38,7 +39,8 @@ from . import files, typed
 from .errors import InputError, as_input
 from .layerwise_perplexity import options_of
 from .measure.environment import describe
-from .named_model import model_of
+from .measure.memory import available_bytes
+from .named_model import config_of, model_of
 from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
@@ -117,14 +119,16 @@ def open_training(request: TrainRequest) -> Training:
             learning_rate=request.learning_rate,
             weight_decay=request.weight_decay,
         )
-        model = _open_model(request)
-        data = load_text(request.text, held_out=0.0 if request.text else 0.1).train
-        config = model.config
+        dtypes = {"dtype": request.dtype} | ({"param_dtype": "float32"} if request.lora is None else {})
+        config = config_of(request.model, **dtypes)
         if config.vocab_size != _BYTES:
             raise InputError(
                 f"--model {request.model} has a vocabulary of {config.vocab_size}; training reads text as bytes, "
                 f"which needs one of {_BYTES}."
             )
+        _check_memory(request, config, update)
+        model = model_of(request.model, seed=request.seed, **dtypes)
+        data = load_text(request.text, held_out=0.0 if request.text else 0.1).train
         flags = {} if request.calibration is None else {"calibration": request.calibration}
         options, _ = options_of(request.backend, request.options, flags, model)
         with warnings.catch_warnings():
@@ -229,8 +233,7 @@ def _started(
 ) -> tuple[Trained, Any, Params | None, Step, Callable[[int], Batch]]:
     """What the steps begin with, each array where it lies: trained, state, base; the step; and the batches."""
     step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
-    trained = jax.tree.map(lambda x: x.copy(), opened.trained)  # the step donates its arrays
-    place = opened.placement
+    trained, place = opened.trained, opened.placement  # the step donates the arrays
     if place is None:
         return trained, opened.update.init(trained), opened.base, compiled_step(step), opened.batch_of
     trained = place.put(trained)
@@ -240,12 +243,34 @@ def _started(
     return trained, state, base, compiled, lambda number: place.batch(opened.batch_of(number))
 
 
-def _open_model(request: TrainRequest) -> Transformer:
-    """The model with float32 parameters; under adapters with the parameters' own dtype."""
-    dtypes: dict[str, Any] = {"dtype": request.dtype}
-    if request.lora is None:
-        dtypes["param_dtype"] = "float32"
-    return model_of(request.model, seed=request.seed, **dtypes)
+def _check_memory(request: TrainRequest, config: ModelConfig, update: optax.GradientTransformation) -> None:
+    """Raise InputError where what every batch needs is larger than the memory, before any of it is made."""
+    key, mesh, target = jax.random.key(request.seed), request.mesh or MeshSizes(), Target.here()
+    params = jax.eval_shape(functools.partial(initialise, config), key)
+    trained = params
+    if request.lora is not None:
+        trained = jax.eval_shape(functools.partial(lora.initialise, config, request.lora), key)
+    held = {
+        "parameters": (params, trained) if request.lora else params,
+        "gradients": trained,
+        f"the state of {request.optimizer}": jax.eval_shape(update.init, trained),
+    }
+    shares = mesh.fsdp * mesh.heads  # on a CPU, the devices of a mesh share one memory
+    sizes = {name: _gib(tree) / shares for name, tree in held.items()}
+    memory, where = target.memory_bytes, "each device"
+    if target.platform == "cpu":
+        sizes = {name: size * mesh.count for name, size in sizes.items()}
+        memory, where = available_bytes(), "this machine"
+    if memory is not None and sum(sizes.values()) > memory / 2**30:
+        parts = ", ".join(f"{name} {size:.2f}" for name, size in sizes.items())
+        raise InputError(
+            f"--model {request.model} needs {sum(sizes.values()):.2f} GiB to train ({parts}) and more for a batch, and "
+            f"{where} has {memory / 2**30:.2f} GiB of memory free; train a smaller model, or adapters (--lora-rank 8)."
+        )
+
+
+def _gib(tree: Any) -> float:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**30
 
 
 def _parts(rows: np.ndarray, parts: int) -> np.ndarray:

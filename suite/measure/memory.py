@@ -100,6 +100,11 @@ def machine_bytes() -> int:
     return total
 
 
+def available_bytes() -> int:
+    """Memory that a process can still get, with what may be swapped out; at most that of :func:`machine_bytes`."""
+    return min(machine_bytes(), psutil.virtual_memory().available + psutil.swap_memory().free)
+
+
 def _lifetime_peak() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

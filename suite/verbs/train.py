@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from ..errors import InputError, as_input
-from .flags import directory, flag, tell, text_of
+from .flags import arguments_of, directory, flag, tell, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,16 @@ def run(command: Train) -> int:
     try:
         training.execute(training.TrainRequest(**settings, lora=adapters), out, resume=command.resume)
     except KeyboardInterrupt:
-        tell(f"interrupted: go on with the same words and --resume --out {out}")
+        tell(f"interrupted: {_resuming(command, out)}")
         raise
     print(f"trained: {out}")
     return 0
+
+
+def _resuming(command: Train, out: Path) -> str:
+    """How the run in ``out`` is continued."""
+    from ..training_run import SETTINGS
+
+    if not command.save_every or not (out / SETTINGS).is_file():
+        return f"nothing was saved{'' if command.save_every else ' (--save-every 0)'}; start again."
+    return f"go on with: {shlex.join(arguments_of(dataclasses.replace(command, resume=True, out=out)))}"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 import warnings
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 from attnsuite.backends import AttentionSpec
 from attnsuite.backends.choices import problem_of
 from attnsuite.models import PRESETS, load, load_shipped, lora
-from attnsuite.models.resume import missing
+from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.training_run import LOSSES, TrainRequest, execute, open_training
 from command import code_of
@@ -104,6 +107,48 @@ def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(refused, tmp_path
     words = ("train", "--model", "nano", "--save-every", "0", "--out", tmp_path)
     assert "is not empty; give a new directory, or --resume" in refused(*words)
     assert "saves nothing to go on with" in refused(*words, "--resume")
+
+
+@needs_orbax
+def test_a_save_is_whole_before_an_interrupt_is_heard():
+    class Manager:
+        is_whole = False
+
+        def save(self, *_, **__):
+            time.sleep(0.1)  # until the other thread waits
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            self.is_whole = True
+
+        def wait_until_finished(self):
+            pass
+
+    manager = Manager()
+    with pytest.raises(KeyboardInterrupt):
+        SavedSteps(manager).save(1, {})
+    assert manager.is_whole
+
+
+@pytest.mark.parametrize(
+    ("every", "words"),
+    [(2, "go on with: attnsuite train --model nano --out {} --resume --save-every 2"), (0, "start again.")],
+)
+def test_an_interrupted_training_says_how_it_goes_on(tmp_path, monkeypatch, capsys, every, words):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnsuite.suite.training_run._steps", interrupted)
+    monkeypatch.setattr("attnsuite.suite.training_run.missing", lambda: None)
+    assert code_of("train", "--model", "nano", "--save-every", every, "--out", tmp_path) == 128 + signal.SIGINT
+    assert words.format(tmp_path) in capsys.readouterr().err
+
+
+def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_made(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnsuite.suite.training_run.available_bytes", lambda: 2**31)
+    monkeypatch.setattr("attnsuite.suite.training_run.model_of", None)
+    said = refused("train", "--model", "large", "--save-every", "0", "--out", tmp_path)
+    assert "needs 4.22 GiB to train (parameters 1.06, gradients 1.06, the state of adamw 2.11)" in said
+    assert "this machine has 2.00 GiB of memory free" in said
 
 
 def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monkeypatch):
