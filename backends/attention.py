@@ -326,6 +326,11 @@ def _attend(
 
     ``request`` are the other arguments of :func:`resolve`.
     """
+    if not isinstance(layer, LayerStack | StackedLayer | None):
+        raise ValueError(  # noqa: TRY004 (as every argument that is not accepted)
+            f"layer={layer!r} is no layer of a LayerStack, which hands on what one layer tells the next; make stack = "
+            "backends.LayerStack(num_layers), give layer=stack[i], and call the model by stack.run(model, x)."
+        )
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
     resolution = resolve(backend, spec, **request)

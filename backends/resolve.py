@@ -69,8 +69,8 @@ class Resolution:
 
     ``policy`` is a sentence about what ``auto`` took: the measurement of a policy that it follows and how near that is,
     or why the policy was not followed, or that nothing was measured on this device. ``tuned`` is the policy that has
-    options for the backend that ``auto`` took. ``options`` are those to plan with where no others are given;
-    :func:`resolve` sets none, because an option may be anything and a resolution is hashable.
+    options for the backend that ``auto`` took. ``options`` are those to plan with where no others are given: what
+    :func:`resolve` was given for a backend by name. A resolution is hashable where they are.
     """
 
     requested: str
@@ -139,7 +139,7 @@ def resolve(
         backend = registry.get(request)
         found = support(backend, spec, target, mode, options)
         if found:
-            return Resolution(request, backend, mode, spec, target)
+            return Resolution(request, backend, mode, spec, target, options=tuple((options or {}).items()))
         rejections.append(Rejection(request, found.reasons))
         if on_unavailable == "raise":
             raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(found.reasons)}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -150,8 +151,8 @@ class Kascade:
                 return anchor(())
             if isinstance(layer, jax.Array):
                 return _traced_role(roles, layer, spec, by_role)
-            if not 0 <= layer < len(roles):
-                raise ValueError(f"kascade: layer {layer} runs, but the schedule is for {len(roles)} layers.")
+            if not isinstance(layer, int | np.integer) or not 0 <= layer < len(roles):
+                raise ValueError(f"kascade: layer {layer!r} runs, but the schedule is for {len(roles)} layers.")
             return by_role[roles[layer].role](roles[layer].head_map)
 
         attend = attend if spec.needs_grad else forward_only(attend)

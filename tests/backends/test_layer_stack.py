@@ -175,6 +175,12 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"stack = backends\.LayerStack"):
             layer(X)
 
+    def test_a_layer_by_its_number(self):
+        with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack.*give layer=stack\[i\]"):
+            backends.attention(
+                *[X[:, :, None]] * 3, is_causal=True, backend="kascade", backend_options=OPTIONS, layer=0
+            )
+
     def test_a_layer_outside_of_a_pass(self):
         with pytest.raises(ValueError, match="ran outside of its LayerStack"):
             attend_as(backends.LayerStack(4)[0])(*[X.reshape(1, LENGTH, HEADS, DIM)] * 3)

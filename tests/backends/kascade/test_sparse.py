@@ -292,6 +292,7 @@ def test_option_that_is_not_accepted_is_refused_before_anything_is_traced(option
     ("layer", "schedule", "word"),
     [
         (2, manual((0,), num_layers=2, kv_heads=2), "layer 2 runs, but the schedule is for 2 layers"),
+        ("0", manual((0,), num_layers=2, kv_heads=2), "layer '0' runs, but the schedule is for 2 layers"),
         (1, manual((0,), num_layers=2, kv_heads=4), "maps its KV heads to"),
     ],
 )
