@@ -144,7 +144,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
         if of_the_oracle and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
-        sweeps = of_a_suite and item.name == Conformance.test_any_shape.__name__
+        number = item.callspec.params.get("number") if of_a_suite and hasattr(item, "callspec") else None
+        sweeps = number is not None and number != item.cls.random_problems[0]
         if sweeps or _case_of(item) not in (None, *BREADTH):
             item.add_marker("thorough")
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)

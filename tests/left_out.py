@@ -1,6 +1,6 @@
 """Problems of the conformance suite that a slow backend leaves out, and the problem that makes the same claim.
 
-They differ in sizes or ids alone, of which ``test_any_shape`` draws more; ``standard`` and ``flash_cpu`` have them all.
+They differ in sizes or ids alone, of which random problems have more; ``standard`` and ``flash_cpu`` have them all.
 """
 
 from attnsuite.testing import problems

@@ -22,13 +22,14 @@ CHUNKED = registry.get("chunked")
 class TestChunked(Conformance):
     backend = "chunked"
     cases = left_out.CASES
-    # Segments, positions and lengths are traced by test_any_segments_positions_and_lengths, too.
     cases_for_traced_layouts = tuple(
         case
         for case in Conformance.cases_for_traced_layouts
-        if not case.startswith(("segments", "padding", "ragged", "positions", "combination"))
+        if not case.startswith(("segments", "ragged"))  # as padding and decode-4 are
     )
     cases_for_vmap = ("combination", "decode-1")
+    # A gradient in half precision, wrong where the output is rounded before the sink takes its share.
+    random_problems = (*Conformance.random_problems, 311)
 
 
 @pytest.mark.thorough

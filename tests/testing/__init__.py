@@ -1,8 +1,7 @@
 """Hold attention backends to the contract: the conformance suite as it is installed.
 
-``Conformance`` is a class of tests to inherit (it needs pytest and hypothesis: the extra ``testing``). ``cases.py``
-has the named problems, ``random_specs.py`` random ones, and ``judging.py`` judges a backend on one of them;
-these need neither.
+``Conformance`` is a class of tests to inherit (it needs pytest: the extra ``testing``). ``cases.py`` has the named
+problems, ``random_specs.py`` random ones, and ``judging.py`` judges a backend on one of them; these do not.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ def __getattr__(name: str) -> Any:
     try:
         from .conformance import Conformance  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        if error.name not in {"pytest", "hypothesis"}:
+        if error.name != "pytest":
             raise
-        raise ImportError(
-            f"Conformance needs {error.name}, which is not installed; pip install '.[testing]'."
-        ) from error
+        raise ImportError("Conformance needs pytest, which is not installed; pip install '.[testing]'.") from error
     return Conformance

@@ -16,24 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 from unittest import mock
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
-from attnsuite.backends import AttentionSpec, Backend, Layout, Target, plan, registry, support
-from attnsuite.backends.contract import NO_TERMS
-from attnsuite.backends.features import Feature, Mode, Takes
-from attnsuite.backends.support import takes_of
+from attnsuite.backends import AttentionSpec, Backend, Target, plan, registry
+from attnsuite.backends.features import Mode
 
-from . import checks, problems
+from . import checks, problems, random_specs
 from .checks import Results, Run, check_accuracy, check_unseen_does_not_matter, compiled
 from .problems import CASES, Problem
-
-# derandomize: a failure is the same on every machine; deadline None: a first example compiles.
-_FIXED = hypothesis.settings(derandomize=True, deadline=None, database=None, print_blob=False)
 
 # Their claim is an assertion of their own.
 UNJUDGED = ("test_every_declared_refusal_names_a_case", "test_carry_is_handed_on", "test_unknown_option_is_refused")
@@ -88,6 +81,8 @@ class Conformance:
             metafunc.parametrize("case", cases)
         if "taken" in metafunc.fixturenames:
             metafunc.parametrize("taken", self.taken(metafunc.function))
+        if "number" in metafunc.fixturenames:
+            metafunc.parametrize("number", self.random_problems)
 
     backend: ClassVar[str]
     mode: ClassVar[Mode] = "native"
@@ -97,7 +92,8 @@ class Conformance:
     dtype: ClassVar[str | None] = None  # run every case in this dtype instead of its own
     refuses: ClassVar[frozenset[str]] = frozenset()  # names of cases, or patterns of them ("mask-*")
     takes_traced_layouts: ClassVar[bool] = True  # whether segment ids and such may be arguments of a jit
-    examples: ClassVar[int] = 8  # shapes that test_any_shape tries
+    # Numbers, of seed 0. The last two have logits of 44 and 140: gradients are wrong where passes round them otherwise.
+    random_problems: ClassVar[tuple[int, ...]] = (6, 0, 1, 3, 4, 5, 7, 9, 53, 193)
 
     # Each of these costs one more compilation per case.
     cases_for_eager: ClassVar[tuple[str, ...]] = (
@@ -259,110 +255,18 @@ class Conformance:
                 options={"no_such_option": 1},
             )
 
-    def test_any_segments_positions_and_lengths(self) -> None:
-        """One compiled function, many layouts."""
+    def test_random_problem(self, number: int) -> None:
+        """A problem of the features that the backend takes; ``attnsuite judge --random`` draws any number of them."""
         self.require_device()
-        if not self.takes_traced_layouts:
-            pytest.skip(f"{self.backend} takes no traced layouts")
-        spec = AttentionSpec(
-            batch=2,
-            query_length=40,
-            key_value_length=56,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            dtype=self.dtype or "float32",
-            is_causal=True,
-            local_window_size=(30, 4),
-            has_segment_ids=True,
-            has_positions=True,
-            has_seq_lengths=True,
-        )
-        if reasons := support(self.implementation, spec, self.device, self.mode, self.options).reasons:
-            assert self.is_refused("combination-ragged") or "combination-ragged" not in self.cases, reasons
-            pytest.skip(" ".join(reasons))
-        inputs = tuple(map(jax.device_put, problems.drawn(spec)))
-        run = self.traced(spec)
-
-        @hypothesis.settings(_FIXED, max_examples=30)
-        @hypothesis.given(layouts(spec))
-        def holds(layout: Layout) -> None:
-            check_accuracy(run(layout, NO_TERMS, *inputs), problems.solve(spec, layout, inputs))
-
-        holds()
-
-    def test_any_shape(self) -> None:
-        """Shapes and static masks of the allow-list. Where all of them are refused, hypothesis says so and fails."""
-        self.require_device()
-        takes = takes_of(self.implementation, self.device, self.mode)
-
-        @hypothesis.settings(_FIXED, max_examples=self.examples)
-        @hypothesis.given(specs(takes, self.dtype or "float32"))
-        def holds(spec: AttentionSpec) -> None:
-            hypothesis.assume(support(self.implementation, spec, self.device, self.mode, self.options))
-            problem = problems.solve(spec, Layout(), tuple(map(jax.device_put, problems.drawn(spec, seed=1))))
-            check_accuracy(self.run(problem)(*problem.inputs), problem)
-
-        holds()
+        drawn = random_specs.draw(number, 0, self.implementation, self.device, self.mode, self.options)
+        drawn = dataclasses.replace(drawn, traced=drawn.traced and self.takes_traced_layouts)
+        problem = random_specs.solved(drawn)
+        for name, result in random_specs.results(drawn, problem, self.implementation, self.device, self.mode).items():
+            checks.check_quantity(name, result, problem)
 
     def traced(self, spec: AttentionSpec) -> Callable[..., Results]:
         """As :meth:`run`, with the layout as an argument of the compiled function."""
         return problems.traced(self.implementation, spec, self.device, self.mode, tuple((self.options or {}).items()))
-
-
-@st.composite
-def layouts(draw: st.DrawFn, spec: AttentionSpec) -> Layout:
-    """Packed segments with padding and returning ids, positions in any order, and lengths from nothing to all."""
-
-    def ids(length: int) -> np.ndarray:
-        runs = draw(
-            st.lists(st.tuples(st.sampled_from([-1, 0, 1, 2, 7]), st.integers(1, length)), min_size=1, max_size=6)
-        )
-        row = np.concatenate([np.full(count, name) for name, count in runs])[:length]
-        return np.pad(row, (0, length - len(row)), constant_values=runs[-1][0])
-
-    def positions(length: int) -> np.ndarray:
-        start, step = draw(st.integers(-20, 60)), draw(st.sampled_from([-1, 0, 1, 2]))
-        return start + step * np.arange(length)
-
-    def batch(row: Callable[[int], np.ndarray], length: int) -> jax.Array:
-        return jax.device_put(np.stack([row(length) for _ in range(spec.batch)]).astype(np.int32))
-
-    T, S = spec.query_length, spec.key_value_length
-    lengths = draw(st.lists(st.integers(0, S), min_size=spec.batch, max_size=spec.batch))
-    return Layout(
-        query_segment_ids=batch(ids, T),
-        key_value_segment_ids=batch(ids, S),
-        query_positions=batch(positions, T),
-        key_value_positions=batch(positions, S),
-        key_value_seq_lengths=jax.device_put(np.array(lengths, np.int32)),
-    )
-
-
-@st.composite
-def specs(draw: st.DrawFn, takes: Takes, dtype: str) -> AttentionSpec:
-    """Shapes and static masks, of the features and head dimensions that a backend takes."""
-
-    def maybe(feature: Feature, strategy: st.SearchStrategy[Any], otherwise: Any) -> Any:
-        return draw(strategy) if feature in takes.features else otherwise
-
-    small = [dim for dim in range(8, 65, 8) if takes.head_dims is None or dim in takes.head_dims]
-    head_dim, kv_heads = draw(st.sampled_from(small)), draw(st.integers(1, 3))
-    lengths = st.integers(takes.least_length, 300)
-    query_length = draw(lengths)
-    sides = {"causal": True, "bidirectional": False}
-    return AttentionSpec(
-        batch=draw(st.integers(1, 2)),
-        query_length=query_length,
-        key_value_length=maybe("cross_length", lengths, query_length),
-        num_heads=kv_heads * maybe("grouped_queries", st.integers(1, 3), 1),
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        is_causal=draw(st.sampled_from([is_causal for name, is_causal in sides.items() if name in takes.features])),
-        local_window_size=maybe("window", st.none() | st.tuples(st.integers(0, 300), st.integers(0, 300)), None),
-        chunk_size=maybe("chunk", st.none() | st.integers(1, 300), None),
-    )
 
 
 _hold(Conformance)

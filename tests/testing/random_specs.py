@@ -71,7 +71,7 @@ class Drawn:
     layout: Layout
     terms: Terms
     inputs: tuple[Any, ...]
-    options: Mapping[str, int]
+    options: Mapping[str, Any]
     traced: bool  # the layout is an argument of the compiled function
     largest_logit: float
     spoilt: float | None  # what stands where nobody may look: NaN, infinity, or nothing special
@@ -83,7 +83,9 @@ class Drawn:
         return f"{fields} {how} largest logit {self.largest_logit:.0f}"
 
 
-def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -> Drawn:
+def draw(
+    number: int, seed: int, backend: Backend, target: Target, mode: Mode, options: Mapping[str, Any] | None = None
+) -> Drawn:
     """Problem ``number`` of ``seed`` that the backend takes.
 
     Raises RuntimeError where it takes none of 2,000; with the reason where one stands against each of the first 50,
@@ -95,6 +97,7 @@ def draw(number: int, seed: int, backend: Backend, target: Target, mode: Mode) -
     against: set[str] = set()
     for tried in range(_TRIES):
         drawn = _draw(rng, taken, has_blocks=backend.name == "chunked", isolates=isolates)
+        drawn = dataclasses.replace(drawn, options={**drawn.options, **(options or {})})
         found = support(backend, drawn.spec, target, mode, drawn.options)
         if found:
             return drawn
@@ -225,6 +228,12 @@ def _arrays(rng: np.random.Generator, sometimes: Any, B: int, T: int, S: int, N:
     return Layout(**arrays), Terms()
 
 
+def solved(drawn: Drawn) -> Problem:
+    """The problem with the oracle's results, gradients too where there can be any."""
+    wide = dataclasses.replace(drawn.spec, needs_grad=not is_cache(drawn.spec))
+    return problems.solve(wide, drawn.layout, drawn.inputs, drawn.terms)
+
+
 def results(drawn: Drawn, problem: Problem, backend: Backend, target: Target, mode: Mode) -> dict[str, jax.Array]:
     """What the backend computes: the output, and the gradients where the spec asks for them."""
     compute = problems.planning(backend, drawn.spec, target, mode, drawn.options)
@@ -247,15 +256,8 @@ def _spoilt(drawn: Drawn, problem: Problem) -> tuple[jax.Array, ...]:
 
 def verdicts(drawn: Drawn, backend: Backend, target: Target, mode: Mode) -> dict[str, oracle.Verdict]:
     """The judge's verdict on each quantity; where one fails, that of the worst of several orders of the same sums."""
-    wide = dataclasses.replace(drawn.spec, needs_grad=not is_cache(drawn.spec))
-    problem = problems.solve(wide, drawn.layout, drawn.inputs, drawn.terms)
-    found = results(drawn, problem, backend, target, mode)
-    return orders.verdicts(problem, found)
-
-
-def shares(drawn: Drawn, backend: Backend, target: Target, mode: Mode) -> dict[str, float]:
-    """Per quantity, how much of what the judge allows was used: above 1 fails, infinite where a rule is broken."""
-    return {name: share(verdict) for name, verdict in verdicts(drawn, backend, target, mode).items()}
+    problem = solved(drawn)
+    return orders.verdicts(problem, results(drawn, problem, backend, target, mode))
 
 
 def share(verdict: oracle.Verdict) -> float:

@@ -26,7 +26,7 @@ class TestFlashCpuInOneOrder(Conformance):
     backend = "flash_cpu"
     options = {"batch_invariant": True}  # noqa: RUF012 (no test changes it)
     cases = ("decode-1", "decode-4", "length-1", "mqa", "combination", "pages-decode")
-    examples = 4
+    random_problems = (6, 1, 4)
     cases_for_eager = cases_for_vmap = ("decode-1",)
 
 

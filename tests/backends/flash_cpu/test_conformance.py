@@ -27,6 +27,8 @@ ONE_OF_EACH = ("window-asymmetric", "window-bfloat16", "chunk-causal", "segments
 
 class TestFlashCpu(Conformance):
     backend = "flash_cpu"
+    # Gradients in half precision, wrong where the output's rounding error is left in rowsum(dO * O).
+    random_problems = (*Conformance.random_problems, 36, 496)
 
 
 @pytest.mark.thorough
@@ -42,7 +44,7 @@ class TestFlashCpuWithAvx2(Conformance):
         for case in problems.CASES
         if case in ONE_OF_EACH or not any(fnmatch.fnmatchcase(case, pattern) for pattern in BLOCKS)
     )
-    examples = 4
+    random_problems = (6, 1, 4, 5)
     cases_for_eager = cases_for_vmap = ("causal",)
     cases_for_traced_layouts = ("combination-ragged",)
 
