@@ -1,4 +1,4 @@
-"""The plainest spec, where each backend is at home, and a backend whose allow-list is the test's own."""
+"""Specs by their sizes, the plainest one, where each backend is at home, and a backend with an allow-list."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from attnsuite.backends import AttentionSpec, Plan, Takes, Target
 from attnsuite.backends.features import Mode
 from attnsuite.backends.registry import BUILT_IN
 
+
+def sized(
+    T: int, S: int | None = None, *, B: int = 1, N: int = 2, K: int | None = None, H: int = 64, **options: Any
+) -> AttentionSpec:
+    """The spec of these sizes, called as in ``attnsuite.testing.cases``."""
+    sizes = {"batch": B, "query_length": T, "key_value_length": S or T, "head_dim": H}
+    return AttentionSpec(**sizes, num_heads=N, num_kv_heads=K or N, **options)
+
+
 # Asks for nothing that a backend may lack but for one of two: is_causal is True or False.
-PLAIN = AttentionSpec(
-    batch=2,
-    query_length=64,
-    key_value_length=64,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=64,
-    dtype="bfloat16",
-    is_causal=True,
-    needs_grad=False,
-)
+PLAIN = sized(64, B=2, dtype="bfloat16", is_causal=True, needs_grad=False)
 # The built-in backends that have to load and take the plain spec; a decoding backend takes one query token.
 # flash_cpu needs llvmlite, which has no wheels for some machines.
 DECODING = ("paged_attention", "ragged_paged_attention")

@@ -11,19 +11,16 @@ import pytest
 from attnsuite import backends
 from attnsuite.backends import masks
 from attnsuite.backends.contract import AttentionSpec
+from declared import sized
 
 pytestmark = pytest.mark.fallback
 
 OPTIONAL = ("kvax", "triton", "jax_triton", "torch", "transformers", "libtpu")
 
-LONG = AttentionSpec(
-    batch=1, query_length=2048, key_value_length=2048, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True
-)
+LONG = sized(2048, N=8, is_causal=True)
 SHORT = AttentionSpec(batch=1, query_length=16, key_value_length=16, num_heads=2, num_kv_heads=2, head_dim=64)
 DECODE = AttentionSpec(batch=1, query_length=1, key_value_length=8192, num_heads=8, num_kv_heads=2, head_dim=64)
-MASKED = AttentionSpec(
-    batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=64, has_mask=True
-)
+MASKED = sized(64, has_mask=True)
 DILATED = dataclasses.replace(LONG, mask_function=masks.Dilated(2))
 KINDS = jnp.arange(2**17) % 3  # more than a kernel holds
 LOOKED_UP = dataclasses.replace(LONG, mask_function=masks.Where(lambda q, k: KINDS[q] == KINDS[k]))

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import left_out
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
+from attnsuite.backends import Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
 from attnsuite.testing import Conformance, cases, problems
 from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
+from declared import sized
 from landing import swept
 
 pytestmark = pytest.mark.chunked
@@ -155,16 +156,7 @@ def test_scores_are_computed_only_for_blocks_in_which_something_is_visible(monke
 
 
 def _spec(length, *, needs_grad=True):
-    return AttentionSpec(
-        batch=1,
-        query_length=length,
-        key_value_length=length,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=64,
-        is_causal=True,
-        needs_grad=needs_grad,
-    )
+    return sized(length, N=8, is_causal=True, needs_grad=needs_grad)
 
 
 def _temporary_bytes(name, length, gradient):

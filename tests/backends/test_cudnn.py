@@ -13,6 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo as stablehlo
 from attnsuite.backends import AttentionSpec, Layout, Target, Terms, support
 from attnsuite.backends.cudnn import CUDNN
 from attnsuite.testing import Conformance
+from declared import sized
 
 H100, A100, B200 = Target("cuda", "h100"), Target("cuda", "a100"), Target("cuda", "b200")
 
@@ -69,15 +70,7 @@ class TestCudnn(Conformance):
 
 
 def spec(**changes: Any) -> AttentionSpec:
-    plain = AttentionSpec(
-        batch=2,
-        query_length=64,
-        key_value_length=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype="bfloat16",
-    )
+    plain = sized(64, B=2, N=4, K=2, dtype="bfloat16")
     return dataclasses.replace(plain, value_head_dim=changes.pop("value_head_dim", changes.get("head_dim")), **changes)
 
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, from_function, oracle, plan, registry
+from attnsuite.backends import Layout, Target, Terms, from_function, oracle, plan, registry
 from attnsuite.backends.contract import may_attend
+from declared import sized
 from landing import swept
 
 pytestmark = pytest.mark.newest
@@ -27,9 +28,7 @@ BACKENDS = ["standard", "chunked", *NATIVE]
 SMALL = {"block_q": 24, "block_kv": 56, "block_backward": 40}  # of chunked; most do not divide the length
 SMALL_BLOCKS = "chunked in small blocks"
 LENGTH = 192  # several blocks of chunked, and more pairs than fit its small-problem path
-BASE = AttentionSpec(
-    batch=2, query_length=LENGTH, key_value_length=LENGTH, num_heads=4, num_kv_heads=2, head_dim=16, is_causal=True
-)
+BASE = sized(LENGTH, B=2, N=4, K=2, H=16, is_causal=True)
 IDS = jnp.asarray(np.repeat([0, 1, -1], [80, 90, 22])[None].repeat(2, 0), jnp.int32)
 PROBLEMS = {
     "causal": (BASE, Layout()),

@@ -11,22 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, make_spec, oracle, plan, registry
+from attnsuite.backends import Layout, Target, Terms, make_spec, oracle, plan, registry
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.kv_cache import quantize, ragged_layout
+from declared import sized
 
 PAGE = 4
-SPEC = AttentionSpec(
-    batch=2,
-    query_length=3,
-    key_value_length=12,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    needs_grad=False,
-    page_size=PAGE,
-    num_pages=9,
-)
+SPEC = sized(3, 12, B=2, K=1, H=8, needs_grad=False, page_size=PAGE, num_pages=9)
 RNG = np.random.default_rng(0)
 QUERY, KEYS, VALUES = (
     RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 2, 8), (9, PAGE, 1, 8), (9, PAGE, 1, 8))

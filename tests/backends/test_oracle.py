@@ -10,6 +10,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Terms, masks, oracle
 from attnsuite.testing import problems
 from attnsuite.testing.cases import leaning
+from declared import sized
 
 pytestmark = [pytest.mark.standard, pytest.mark.newest]
 
@@ -45,13 +46,12 @@ PROBLEMS = {
     "sinks": dataclasses.replace(SPEC, is_causal=True, has_positions=True, has_sinks=True),
     "alibi": dataclasses.replace(SPEC, logits_soft_cap=1.5, has_positions=True, has_alibi=True),
     "mask function": dataclasses.replace(SPEC, mask_function=masks.Causal() & masks.Dilated(2)),
-    "score function": AttentionSpec(
-        batch=2,
-        query_length=2,
-        key_value_length=3,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
+    "score function": sized(
+        2,
+        3,
+        B=2,
+        K=1,
+        H=2,
         logits_soft_cap=1.5,
         score_function=leaning,
         has_positions=True,

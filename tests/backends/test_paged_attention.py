@@ -8,22 +8,23 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import paged_attention as kernels
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, paged_attention
+from attnsuite.backends import Layout, Target, Terms, paged_attention
 from attnsuite.backends.paged_attention import PAGED_ATTENTION
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, compiled
+from declared import sized
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
 V5E = Target("tpu", "v5e")
 # Eight query heads on each KV head, for which the kernel has a layout of its own, and three pages in blocks of two.
-SPEC = AttentionSpec(
-    batch=4,
-    query_length=1,
-    key_value_length=48,
-    num_heads=16,
-    num_kv_heads=2,
-    head_dim=128,
+SPEC = sized(
+    1,
+    48,
+    B=4,
+    N=16,
+    K=2,
+    H=128,
     dtype="bfloat16",
     scale=0.2,
     logits_soft_cap=4.0,

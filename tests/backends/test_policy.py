@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 from attnsuite.backends import (
-    AttentionSpec,
     Layout,
     PolicyNotUsedWarning,
     Target,
@@ -31,13 +30,12 @@ from attnsuite.backends.choices import (
     to_json,
 )
 from attnsuite.backends.devices import usable_cores
+from declared import sized
 
 pytestmark = pytest.mark.newest
 
 HERE = Target.here()
-SPEC = AttentionSpec(
-    batch=1, query_length=512, key_value_length=512, num_heads=8, num_kv_heads=2, head_dim=64, is_causal=True
-)
+SPEC = sized(512, N=8, K=2, is_causal=True)
 LISTED = resolve("auto", SPEC, HERE).backend.name
 
 
@@ -219,9 +217,7 @@ def test_file_is_read_once_and_again_when_it_changed(write, monkeypatch):
 
 
 def test_attention_and_attention_fn_follow_the_policy(write, monkeypatch):
-    problem = AttentionSpec(
-        batch=1, query_length=8, key_value_length=8, num_heads=2, num_kv_heads=2, head_dim=8, is_causal=True
-    )
+    problem = sized(8, H=8, is_causal=True)
     path = write(case("tiny", problem, "standard"))
     found = []
 

@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention as kernel
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, plan, ragged_paged_attention, support
+from attnsuite.backends import Layout, Target, Terms, plan, ragged_paged_attention, support
 from attnsuite.backends.kv_cache import quantize, ragged_layout
 from attnsuite.backends.ragged_paged_attention import RAGGED_PAGED_ATTENTION
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+from declared import sized
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
 V5E = Target("tpu", "v5e")
 TOKENS, PAGE, SEQUENCES = 24, 16, 3
-SPEC = AttentionSpec(
-    batch=1,
-    query_length=TOKENS,
-    key_value_length=SEQUENCES * 3 * PAGE,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
+SPEC = sized(
+    TOKENS,
+    SEQUENCES * 3 * PAGE,
+    N=4,
+    K=2,
+    H=128,
     dtype="bfloat16",
     is_causal=True,
     local_window_size=(20, 5),

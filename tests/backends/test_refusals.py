@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, registry, support
+from declared import sized
 
 pytestmark = pytest.mark.newest
 
 A100, H100, B200, V5E = (Target.named(kind) for kind in ("a100", "h100", "b200", "v5e"))
 T4 = Target("cuda", compute_capability=(7, 5))
-PLAIN = AttentionSpec(
-    batch=2, query_length=64, key_value_length=64, num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16"
-)
+PLAIN = sized(64, B=2, N=4, K=2, dtype="bfloat16")
 FORWARD = dataclasses.replace(PLAIN, needs_grad=False)
 CAUSAL = dataclasses.replace(PLAIN, is_causal=True)
 SQUARE = dataclasses.replace(CAUSAL, dtype="float32")

@@ -58,12 +58,6 @@ def spec_of(query_length: int, key_value_length: int, **options) -> AttentionSpe
     return AttentionSpec(query_length=query_length, key_value_length=key_value_length, **(sizes | options))
 
 
-def inputs_of(spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    rng = np.random.default_rng(0)
-    q, kv = (spec.batch, spec.query_length, spec.num_heads), (spec.batch, spec.key_value_length, spec.num_kv_heads)
-    return tuple(jnp.asarray(rng.standard_normal((*shape, spec.head_dim), np.float32)) for shape in (q, kv, kv, q))
-
-
 FUSED = {"fused_backward": True}
 SMALL = {"block_q": 128, "block_kv": 256, "block_kv_compute": 128}
 UNEVEN = {"block_q": 384, "block_kv": 128, "block_q_backward": 256, "block_kv_backward": 384}
@@ -120,7 +114,7 @@ def test_mask_is_sorted_once_for_all_layers_passes_and_traces(monkeypatch):
             query, _ = plan.run(query, key, value, layer=layer)
         return query
 
-    query, key, value, _ = inputs_of(spec)
+    query, key, value, _ = problems.drawn(spec)
     eager = layers(query, key, value)
     np.testing.assert_allclose(jax.jit(layers)(query, key, value), eager, atol=1e-6)
     np.testing.assert_allclose(jax.jit(jax.checkpoint(layers))(query, key, value), eager, atol=1e-6)
@@ -161,7 +155,7 @@ def test_mask_function_that_hides_every_key_gives_zeros():
     """Of such a mask neither JAX nor tokamax makes a kernel. Causality hides here what the function shows."""
     spec = spec_of(24, 24, is_causal=True, mask_function=masks.Where(lambda q, k: k > q))
     plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
-    query, key, value, _ = inputs_of(spec)
+    query, key, value, _ = problems.drawn(spec)
     out, gradient = jax.value_and_grad(lambda key: plan.run(query, key, value)[0].sum())(key)
     assert not out
     assert not gradient.any()
@@ -177,6 +171,8 @@ def test_notes_say_that_the_scale_rounds_the_query():
     spec = spec_of(16, 16, head_dim=32, dtype="bfloat16", needs_grad=False)
     plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
     assert "0.1768 is no power of two" in plan.notes[0]
-    query, key, value, _ = (size * x.astype(spec.dtype) for size, x in zip((4, 4, 1, 1), inputs_of(spec), strict=True))
+    query, key, value, _ = (
+        size * x.astype(spec.dtype) for size, x in zip((4, 4, 1, 1), problems.drawn(spec), strict=True)
+    )
     problem = problems.solve(dataclasses.replace(spec, needs_grad=True), Layout(), (query, key, value, query))
     assert not problem.verdict("output", plan.run(query, key, value)[0]).passed

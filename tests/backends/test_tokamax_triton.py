@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, support, tokamax_package, tokamax_triton
+from attnsuite.backends import Layout, Target, plan, support, tokamax_package, tokamax_triton
 from attnsuite.backends.features import Mode
 from attnsuite.backends.tokamax_triton import TOKAMAX_TRITON, missing
 from attnsuite.testing import problems
 from attnsuite.testing.checks import (
     check_quantity,
 )
+from declared import sized
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
 needs_tokamax = pytest.mark.skipif(
@@ -22,9 +23,7 @@ needs_tokamax = pytest.mark.skipif(
 )
 
 H100 = Target("cuda", "h100")
-SPEC = AttentionSpec(
-    batch=1, query_length=64, key_value_length=64, num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16"
-)
+SPEC = sized(64, N=4, K=2, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("before", [None, "/somewhere"])

@@ -7,19 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, tpu_flash_attention
+from attnsuite.backends import Layout, Target, plan, tpu_flash_attention
 from attnsuite.backends.contract import may_attend
 from attnsuite.backends.splash_operands import rows_that_see, segment_ids
 from attnsuite.backends.tpu_flash_attention import TPU_FLASH_ATTENTION
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, compiled
+from declared import sized
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
 V5E = Target("tpu", "v5e")
-SPEC = AttentionSpec(
-    batch=1, query_length=160, key_value_length=160, num_heads=4, num_kv_heads=2, head_dim=32, is_causal=True
-)
+SPEC = sized(160, N=4, K=2, H=32, is_causal=True)
 
 
 def test_bias_that_hides_keys_and_its_gradient_pass_the_judge():
@@ -63,10 +62,7 @@ def test_kernel_alone_gives_an_average_where_a_row_sees_nothing(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_that_see_a_key_are_those_of_the_mask_and_no_array_is_quadratic(causal):
     rng, (batch, length) = np.random.default_rng(0), (8, 64)
-    spec = AttentionSpec(
-        batch=batch, query_length=length, key_value_length=length, num_heads=1, num_kv_heads=1, head_dim=8,
-        is_causal=causal, has_segment_ids=True, has_seq_lengths=True,
-    )  # fmt: skip
+    spec = sized(length, B=batch, N=1, H=8, is_causal=causal, has_segment_ids=True, has_seq_lengths=True)
     draw = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)  # noqa: E731
     ids = draw(-1, 6, batch, length), draw(-1, 6, batch, length)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.backends import AttentionSpec, Target, plan, registry, tokamax_splash, tokamax_triton
+from attnsuite.backends import Target, plan, registry, tokamax_splash, tokamax_triton
 from attnsuite.testing import problems
 from attnsuite.testing.checks import (
     LETS_NAN_IN,
@@ -15,6 +15,7 @@ from attnsuite.testing.checks import (
     check_unseen_does_not_matter,
     compiled,
 )
+from declared import sized
 
 # These kernels promote dtypes and ranks by themselves.
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]
@@ -68,10 +69,7 @@ def test_nan_behind_the_lengths_reaches_other_rows(name):
     ],
 )
 def test_differentiating_what_was_planned_without_gradients_says_so(name, mode):
-    spec = AttentionSpec(
-        batch=1, query_length=256, key_value_length=256, num_heads=2, num_kv_heads=1, head_dim=64, dtype="bfloat16",
-        is_causal=True, needs_grad=False,
-    )  # fmt: skip
+    spec = sized(256, K=1, dtype="bfloat16", is_causal=True, needs_grad=False)
     query, key = jnp.ones((1, 256, 2, 64), jnp.bfloat16), jnp.ones((1, 256, 1, 64), jnp.bfloat16)
     made = plan(registry.get(name), spec, target=Target.here(), mode=mode)
     with pytest.raises(ValueError, match="needs_grad=True"):

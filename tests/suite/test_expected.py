@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.backends import AttentionSpec, Target
+from attnsuite.backends import Target
 from attnsuite.backends.splash import SPLASH
 from attnsuite.suite.compile.expected import CHIPS, expected_seconds
+from declared import sized
 
-SPEC = AttentionSpec(
-    batch=4, query_length=4096, key_value_length=4096, num_heads=16, num_kv_heads=16, head_dim=128, dtype="bfloat16",
-    is_causal=True, needs_grad=False,
-)  # fmt: skip
+SPEC = sized(4096, B=4, N=16, H=128, dtype="bfloat16", is_causal=True, needs_grad=False)
 
 
 def expected(kind, block, spec=SPEC):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry, splash_blocks, tokamax_splash
+from attnsuite.backends import Layout, Target, plan, registry, splash_blocks, tokamax_splash
 from attnsuite.backends.choices import to_json
 from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import InputError
@@ -17,6 +17,7 @@ from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.tuning_case import Trial, Trials
 from attnsuite.suite.record import Record
 from command import code_of
+from declared import sized
 
 V6E = Target("tpu", "v6e")
 PROBLEM = {
@@ -29,10 +30,7 @@ PROBLEM = {
     "return_residuals": False,
 }
 CONFIG = {"block_q": 512, "block_kv": 1024, "block_kv_compute": 256, "q_layout": 2}
-SPEC = AttentionSpec(
-    batch=1, query_length=1024, key_value_length=1024, num_heads=8, num_kv_heads=8, head_dim=128, dtype="bfloat16",
-    is_causal=True, needs_grad=False,
-)  # fmt: skip
+SPEC = sized(1024, N=8, H=128, dtype="bfloat16", is_causal=True, needs_grad=False)
 RAGGED = """print("executed")
 TUNED_BLOCK_SIZES = {"TPU v6": {("bfloat16", "bfloat16", 8, 8, 128, 128, 64, 1024): (8, 16),
                                 ("bfloat16", "bfloat16", 2, 2, 128, 64, 1): (4, 64)},

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from attnsuite import backends
-from attnsuite.backends import AttentionSpec
 from attnsuite.suite import mask_arrays
 from attnsuite.suite.command_line import main
 from attnsuite.suite.traced_calls import executed
+from declared import sized
 
 T = 12
 CAUSAL = np.tril(np.ones((T, T), bool))
@@ -32,9 +32,7 @@ MASKS = {
 
 
 def spec_of(mask, queries=T):
-    return AttentionSpec(
-        batch=2, query_length=queries, key_value_length=T, num_heads=2, num_kv_heads=2, head_dim=8, has_mask=True
-    )
+    return sized(queries, T, B=2, H=8, has_mask=True)
 
 
 @pytest.mark.parametrize("words", MASKS)

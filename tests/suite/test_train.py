@@ -11,13 +11,13 @@ import warnings
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec
 from attnsuite.backends.choices import problem_of
 from attnsuite.models import PRESETS, load, load_shipped, lora
 from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.training_run import LOSSES, TrainRequest, execute, open_training
 from command import code_of
+from declared import sized
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
 WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
@@ -158,9 +158,7 @@ def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monk
 
 
 def test_policy_that_auto_does_not_follow_is_told_once_and_is_no_warning(tmp_path, monkeypatch):
-    spec = AttentionSpec(
-        batch=1, query_length=64, key_value_length=64, num_heads=2, num_kv_heads=2, head_dim=16, is_causal=True
-    )
+    spec = sized(64, H=16, is_causal=True)
     chosen = {"case": "a", "problem": problem_of(spec), "backend": "splash"}
     source = {"name": "runs/v5e", "device": "tpu:v5e", "cores": None, "versions": {}, "choices": [chosen]}
     made = {"schema": 2, "sources": [source]}

@@ -10,14 +10,12 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Layout, Target, Terms, attention, plan, registry
+from attnsuite.backends import Layout, Target, Terms, attention, plan, registry
 from attnsuite.backends.kv_cache import quantize
 from attnsuite.backends.layout import key_rows
+from declared import sized
 
-NHD = AttentionSpec(
-    batch=2, query_length=1, key_value_length=4096, num_heads=8, num_kv_heads=4, head_dim=64, needs_grad=False,
-    has_seq_lengths=True,
-)  # fmt: skip
+NHD = sized(1, 4096, B=2, N=8, K=4, needs_grad=False, has_seq_lengths=True)
 HND = dataclasses.replace(NHD, kv_layout="HND")
 PAGES = {"page_size": 16, "num_pages": 512}
 

@@ -26,13 +26,12 @@ from attnsuite.backends.flash_cpu import (
 )
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
+from declared import sized
 from emitted import set_apart
 from script import run
 
 ISA = compiler.Processor.here().isa()
-SPEC = AttentionSpec(
-    batch=1, query_length=70, key_value_length=70, num_heads=2, num_kv_heads=1, head_dim=16, is_causal=True
-)
+SPEC = sized(70, K=1, H=16, is_causal=True)
 
 
 def _inputs(seed=0):

@@ -8,13 +8,11 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, registry
+from attnsuite.backends import Layout, Target, plan, registry
+from declared import sized
 
 S = 130
-STEP = AttentionSpec(
-    batch=2, query_length=1, key_value_length=S, num_heads=4, num_kv_heads=2, head_dim=20, needs_grad=False,
-    has_seq_lengths=True, logits_soft_cap=5.0,
-)  # fmt: skip
+STEP = sized(1, S, B=2, N=4, K=2, H=20, needs_grad=False, has_seq_lengths=True, logits_soft_cap=5.0)
 
 
 def _arrays_of_a_step():

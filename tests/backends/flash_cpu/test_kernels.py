@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Layout, blocks
+from attnsuite.backends import Layout, blocks
 from attnsuite.backends.flash_cpu import elements, masking, products, rows
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, f32, i64, ptr, vector
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX2, AVX512, AVX512_BF16, NEON, available, features_for
 from attnsuite.backends.flash_cpu.visibility import visibility
+from declared import sized
 from emitted import ISAS, assembly, call, compiled
 
 RNG = np.random.default_rng(0)
@@ -142,9 +143,7 @@ def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
     """Same kinds as ``backends/blocks.py``; of a mixed block no visible key is cut off."""
     options, arrays = LAYOUTS[name]
     size, keys, queries = 192, 2 * isa.strip, 48
-    spec = AttentionSpec(
-        batch=1, query_length=size, key_value_length=size, num_heads=1, num_kv_heads=1, head_dim=8, **options
-    )
+    spec = sized(size, N=1, H=8, **options)
     layout = Layout(**arrays)
     seen = visibility(spec, layout)
     padded = blocks.pad_layout(spec, layout, queries, keys)

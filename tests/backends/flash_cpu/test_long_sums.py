@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import AttentionSpec, Layout, Target, oracle, plan, registry
+from attnsuite.backends import Layout, Target, oracle, plan, registry
 from attnsuite.backends.flash_cpu import calls, forward, running_sums
+from declared import sized
 from emitted import set_apart
 from landing import swept
 
@@ -22,10 +23,7 @@ LONG = {
 def verdict(shape, rising=False):
     """``rising``: the keys are longer from block to block, and so are the maxima of the rows."""
     batch, queries, length, heads, kv_layout = shape
-    spec = AttentionSpec(
-        batch=batch, query_length=queries, key_value_length=length, num_heads=heads, num_kv_heads=heads, head_dim=64,
-        needs_grad=False, kv_layout=kv_layout,
-    )  # fmt: skip
+    spec = sized(queries, length, B=batch, N=heads, needs_grad=False, kv_layout=kv_layout)
     rng, cache = np.random.default_rng(0), (batch, length, heads, 64) if kv_layout == "NHD" else (1, heads, length, 64)
     query, key, value = (rng.standard_normal(x).astype(np.float32) for x in ((batch, queries, heads, 64), cache, cache))
     if rising:

@@ -28,6 +28,7 @@ from attnsuite.backends.kascade.pallas_tpu import TpuKernels
 from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_local
 from attnsuite.backends.kascade.settings import KascadeBlockSizes
+from declared import sized
 from landing import swept
 from sparse_problems import FIRST, SETTINGS, Sparse, cached, inner_jaxprs, runs_here, solved, sparse
 
@@ -197,10 +198,7 @@ def test_keys_outside_the_listed_tiles_are_not_read(kernels):
 @both
 def test_nothing_is_gathered_and_no_scores_are_written(kernels):
     """Over shapes alone, at a length where queries x keys would be 64 times everything else."""
-    spec = AttentionSpec(
-        batch=1, query_length=8192, key_value_length=8192, num_heads=2, num_kv_heads=1, head_dim=64, is_causal=True,
-        needs_grad=False,
-    )  # fmt: skip
+    spec = sized(8192, K=1, is_causal=True, needs_grad=False)
     tiling = Tiling.of(spec, Settings())
     tile_layout = TileLayout.of(spec, Layout(), tiling)
     query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from attnsuite.backends import AttentionSpec, Target
+from attnsuite.backends import Target
 from attnsuite.backends.kvax import KVAX
 from attnsuite.backends.kvax.block_sizes import FlashAttentionParamsConfig, Passes, choose
 from attnsuite.backends.tunable import CompilesKernels
+from declared import sized
 from landing import swept
 
 pytestmark = pytest.mark.needs_kvax
@@ -18,19 +19,7 @@ BACKWARD = ["attn_bwd_preprocess", "flash_attention_backward_kernel"]
 
 
 def spec(head_dim=128, **changes):
-    return AttentionSpec(
-        **{
-            "batch": 1,
-            "query_length": 2048,
-            "key_value_length": 2048,
-            "num_heads": 8,
-            "num_kv_heads": 2,
-            "head_dim": head_dim,
-            "dtype": "bfloat16",
-            "is_causal": True,
-            **changes,
-        }
-    )
+    return sized(2048, N=8, K=2, H=head_dim, **{"dtype": "bfloat16", "is_causal": True, **changes})
 
 
 # The wide head where shared memory is least and where it is most.

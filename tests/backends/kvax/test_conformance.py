@@ -4,11 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends import Layout, Target
 from attnsuite.backends.kvax import KVAX
 from attnsuite.testing import Conformance, problems
 from attnsuite.testing.checks import check_accuracy, check_nan_is_let_in, compiled
 from attnsuite.testing.problems import CASES
+from declared import sized
 
 # Kvax's dq kernel multiplies the query by the scale and rounds the product to half precision before it recomputes the
 # scores, which the forward pass does not: where logits are large its probabilities are not those of the forward pass.
@@ -80,16 +81,7 @@ def test_only_dq_suffers_from_big_logits_in_half_precision(case):
 @pytest.mark.needs_kvax
 @pytest.mark.parametrize(("magnitude", "largest_logit", "dq"), [(2, 18, True), (4, 72, False)])
 def test_dq_leaves_the_noise_floor_between_logits_of_18_and_72(magnitude, largest_logit, dq):
-    spec = AttentionSpec(
-        batch=1,
-        query_length=256,
-        key_value_length=256,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        dtype="bfloat16",
-        is_causal=True,
-    )
+    spec = sized(256, K=1, dtype="bfloat16", is_causal=True)
     rng = np.random.default_rng(0)
     shapes = (((1, 256, 2, 64), magnitude), ((1, 256, 1, 64), magnitude), ((1, 256, 1, 64), 1), ((1, 256, 2, 64), 1))
     inputs = tuple(jnp.asarray((rng.standard_normal(s) * size).astype(jnp.bfloat16)) for s, size in shapes)

@@ -7,36 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target
+from attnsuite.backends import Layout, Target
 from attnsuite.backends.kvax import KVAX, block_sizes, mesh
 from attnsuite.backends.kvax import converted_layout as layouts
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_unseen_does_not_matter, compiled
+from declared import sized
 
 pytestmark = pytest.mark.needs_kvax
 
 
-def problem(*, ids=None, key_ids=None, positions=None, length=384, dtype="float32", **changes):
-    """One head over ``length`` tokens, causal."""
-    spec = AttentionSpec(
-        **{
-            "batch": 1,
-            "query_length": length,
-            "key_value_length": length,
-            "num_heads": 1,
-            "num_kv_heads": 1,
-            "head_dim": 16,
-            "dtype": dtype,
-            "is_causal": True,
-            "has_segment_ids": ids is not None,
-            "has_positions": positions is not None,
-            **changes,
-        }
-    )
-    rng = np.random.default_rng(0)
-    T, S, N, K = spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
-    shapes = ((1, T, N, 16), (1, S, K, 16), (1, S, K, 16), (1, T, N, 16))
-    inputs = tuple(jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype))) for shape in shapes)
+def problem(*, ids=None, key_ids=None, positions=None, lengths=(384, 384), **changes):
+    """One head over tokens of these lengths, causal."""
+    has = {"has_segment_ids": ids is not None, "has_positions": positions is not None}
+    spec = sized(*lengths, N=1, H=16, is_causal=True, **has, **changes)
+    inputs = tuple(map(jnp.asarray, problems.drawn(spec)))
     row = lambda x: None if x is None else jnp.asarray(np.array(x, np.int32)[None])  # noqa: E731
     layout = Layout(
         query_segment_ids=row(ids),
@@ -68,7 +53,7 @@ ROTATED = np.roll(np.arange(384), 192)
 
 
 def test_length_that_128_does_not_divide(monkeypatch):
-    case = problem(length=64)
+    case = problem(lengths=(64, 64))
     check(case, **SMALL)
     monkeypatch.setattr(block_sizes, "PREPROCESS_BLOCK", 64)  # padded to the blocks alone
     with pytest.raises(AssertionError, match=r"dq: .*passed=False"):
@@ -113,7 +98,7 @@ def test_layout_in_order_is_not_masked_everywhere():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_have_the_dtype_of_their_input(monkeypatch, dtype):
-    case = problem(length=128, dtype=dtype)
+    case = problem(lengths=(128, 128), dtype=dtype)
     check(case)
 
     def as_kvax_gives_them(kernel, needs_grad):
@@ -145,7 +130,7 @@ def test_padding_does_not_match_padding(monkeypatch):
 
 
 def test_fewer_keys_than_queries_in_the_backward_pass(monkeypatch):
-    case = problem(query_length=256, key_value_length=128)
+    case = problem(lengths=(256, 128))
     check(case)
 
     def each_for_itself(spec, block_sizes, shards=1):
@@ -157,7 +142,7 @@ def test_fewer_keys_than_queries_in_the_backward_pass(monkeypatch):
 
 
 def test_differentiating_what_was_planned_without_gradients_says_so():
-    case = problem(length=128, needs_grad=False)
+    case = problem(lengths=(128, 128), needs_grad=False)
     plan = KVAX.plan(case.spec, case.layout, target=Target.here(), mode="interpret")
     with pytest.raises(ValueError, match="needs_grad=True"):
         jax.grad(lambda q: plan.run(q, *case.inputs[1:3])[0].sum())(case.inputs[0])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import (
-    AttentionSpec,
     BackendFallbackWarning,
     Layout,
     MeshAxes,
@@ -21,21 +20,13 @@ from attnsuite.backends import (
 )
 from attnsuite.backends.choices import Choice, Source, problem_of, to_json
 from attnsuite.backends.kvax import KVAX, availability, backend, block_sizes
+from declared import sized
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
 
 
 def spec(**changes):
-    plain = AttentionSpec(
-        batch=2,
-        query_length=1024,
-        key_value_length=1024,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype="bfloat16",
-        is_causal=True,
-    )
+    plain = sized(1024, B=2, N=8, K=2, dtype="bfloat16", is_causal=True)
     return dataclasses.replace(plain, value_head_dim=changes.pop("value_head_dim", changes.get("head_dim")), **changes)
 
 
