@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnsuite.suite.verbs import VERBS
+from script import run
 
 ROOMS = ("backends", "models", "suite", "reports")
 
@@ -80,7 +81,7 @@ def test_modules_need_no_import_of_their_own():
         "import attnsuite; print(attnsuite.models.lora.__name__, attnsuite.backends.adapters.keras.__name__, "
         "attnsuite.backends.kascade.manual.__name__); attnsuite.models.absent"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run(code)
     assert done.stdout.split() == ["attnsuite.models.lora", "attnsuite.backends.adapters.keras", "manual"]
     assert done.stderr.splitlines()[-1] == "AttributeError: module 'attnsuite.models' has no attribute 'absent'"
 
@@ -105,7 +106,7 @@ for room in {ROOMS}:
     except ImportError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run(program)
     sentence = "write import attnsuite.{0}; the folder {0} is no package of its own."
     assert done.stdout.splitlines() == [sentence.format(room) for room in ROOMS], done.stderr
 

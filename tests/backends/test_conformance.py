@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from attnsuite.backends import AttentionSpec, Target, registry, support
 from attnsuite.backends.features import Mode
 from attnsuite.testing import checks, orders, problems, random_specs
 from attnsuite.testing.conformance import held
+from script import python
 
 pytestmark = pytest.mark.newest
 
@@ -98,14 +96,7 @@ class TestVacuous(Conformance):
 def test_every_conformance_test_of_a_backend_judges_or_is_reported_as_skipped(tmp_path: Path) -> None:
     """In a folder of somebody else's, with no plugin. Of a class with two tests that claim nothing these two fail."""
     (tmp_path / "test_vacuous.py").write_text(VACUOUS, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "pytest", "-v", "-p", "no:cacheprovider", tmp_path, folder=tmp_path)
     outcomes = dict(re.findall(r"::(test_\w+)\S* (PASSED|FAILED|SKIPPED)", done.stdout))
     assert outcomes == {
         "test_every_declared_refusal_names_a_case": "SKIPPED",

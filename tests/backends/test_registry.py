@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from attnsuite.backends import AttentionSpec, Layout, Target, UnknownBackendErro
 from attnsuite.backends.chunked import CHUNKED
 from attnsuite.backends.registry import BrokenBackend, Registry
 from attnsuite.backends.standard import STANDARD, Standard
+from script import python
 
 pytestmark = pytest.mark.newest
 
@@ -193,14 +193,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(site: Path) -> dict[str, Any]:
-    path = os.pathsep.join([str(site), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SEEN, *BROKEN],
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "error", "-c", SEEN, *BROKEN, first=site)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -224,14 +217,8 @@ def test_entry_point_may_name_a_class_as_the_docs_show_it(seen: dict[str, Any]) 
 def test_class_of_the_docs_holds_the_package_to_the_contract_in_its_own_repository(site: Path, tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(class_of_the_docs("TestMine(Conformance)"), encoding="utf-8")
     asked = "refus or (oracle and head-dim-64)"
-    done = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])},
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked)
+    done = python(*words, tmp_path, folder=tmp_path, first=site)
     # Three problems refused as declared, the declaration itself, an unknown option, and one result.
     assert re.search(r"^\.{6} ", done.stdout), done.stdout + done.stderr
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnsuite.backends import attention
 from attnsuite.testing import transformations
+from script import python
 
 pytestmark = [pytest.mark.backends, pytest.mark.newest]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformations.md"
@@ -24,8 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformations.md"
 @pytest.mark.thorough
 def test_table_is_the_one_of_the_page():
     pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
-    command = [sys.executable, "-m", "attnsuite.testing.transformations", "standard", "chunked", "flash_cpu"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = python("-m", "attnsuite.testing.transformations", "standard", "chunked", "flash_cpu")
     assert found.returncode == 0, found.stdout + found.stderr
     made = re.sub(r"on cpu:[^:]*: ", "on this CPU: ", found.stdout.strip())  # the processor's name
     assert made in PAGE.read_text()

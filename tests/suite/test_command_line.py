@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from attnsuite.suite.verbs import VERBS
 from command import code_of
+from script import run
 
 HEAVY = ("jax", "numpy", "flax", "scipy", "attnsuite.backends", "attnsuite.reports")
 ANSWERED = {"--help": 0, "--version": 0, "runn": 2, "run --suit quick": 2, **{f"{verb} --help": 0 for verb in VERBS}}
@@ -25,7 +23,7 @@ for words in {[*ANSWERED]}:
 
 
 def test_help_and_mistakes_import_nothing_that_computes():
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False, timeout=60)
+    done = run(ASK)
     said = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("answered|")]
     assert said == [[words, str(code), "[]"] for words, code in ANSWERED.items()], done.stderr
 

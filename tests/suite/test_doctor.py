@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from attnsuite.suite.diagnosis import describe
+from script import python
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +86,7 @@ def test_fault_of_a_foreign_package_is_a_reason_of_its_backend_alone(found, unas
 
 
 def test_devices_that_are_not_here_are_named_with_the_variable_that_asked_for_them():
-    done = subprocess.run(
-        [sys.executable, "-m", "attnsuite", "doctor"],
-        env=os.environ | {"JAX_PLATFORMS": "cuda"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "attnsuite", "doctor", JAX_PLATFORMS="cuda")
     assert done.returncode == 2
     assert "JAX does not start on this machine with JAX_PLATFORMS=cuda: " in done.stderr
     assert done.stderr.rstrip().endswith("unset it, or set JAX_PLATFORMS=cpu.")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +21,7 @@ from attnsuite.suite.verbs.flags import resuming
 from attnsuite.suite.verbs.run import Run
 from attnsuite.suite.verbs.tune import Tune
 from command import code_of, known_machine
+from script import python
 
 
 def lines(out):
@@ -283,8 +281,6 @@ command_line.main([])
 def test_signal_is_not_lost_where_python_drops_or_remembers_it(code, tmp_path):
     """JAX has a callback in the collector, verbs import late, workers start, exec makes a dataclass: runs met all."""
     (tmp_path / "interrupted.py").write_text(code)
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "interrupted"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = python("-m", "interrupted", first=tmp_path)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert not done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds.op_case import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
+from script import python
 
 TESTS = Path(__file__).parents[1]
 TRIALS = int(os.environ.get("ATTNSUITE_FAULT_TRIALS", "3"))  # tests/faults.py asks for 200
@@ -24,9 +23,7 @@ TRIALS = int(os.environ.get("ATTNSUITE_FAULT_TRIALS", "3"))  # tests/faults.py a
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_run_that_ends_at_a_random_moment_loses_no_cell_and_doubles_none(name, record_property):
-    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
-    command = [sys.executable, str(TESTS / "random_ends.py"), "--trials", str(TRIALS), "--signal", name]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = python(TESTS / "random_ends.py", "--trials", TRIALS, "--signal", name, first=TESTS)
     assert done.returncode == 0, done.stderr
     tally = json.loads(done.stdout)
     record_property("trials", tally.pop("trials"))

@@ -101,27 +101,10 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, refused
 
 def compare(run, shell="", **streams):
     """``attnsuite compare`` of a run with itself, as a process, redirected by the ``shell``."""
-    done = subprocess.run(
-        [
-            "/bin/sh",
-            "-c",
-            f'"$@" {shell}',
-            "sh",
-            sys.executable,
-            "-P",
-            "-m",
-            "attnsuite",
-            "compare",
-            str(run),
-            str(run),
-        ],
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
-        text=True,
-        timeout=120,
-        check=False,
-        **streams,
-    )
+    shown = ["/bin/sh", "-c", f'"$@" {shell}', "sh"]
+    command = [*shown, sys.executable, "-P", "-m", "attnsuite", "compare", str(run), str(run)]
+    there = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=there, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **streams)
     return done.returncode, done.stderr
 
 

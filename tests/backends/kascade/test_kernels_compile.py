@@ -5,14 +5,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib import util
 
 import pytest
 
 from attnsuite.suite.compile import topologies
 from landing import is_landing
+from script import printed
 
 REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
@@ -105,17 +104,9 @@ OVERSIZED = ["h100"] if is_landing() else ["v5e", "h100"]
 
 @pytest.fixture(scope="module", params=["v5e", "h100"])
 def answers(request, tmp_path_factory):
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, request.param, *(["oversized"] if request.param in OVERSIZED else [])],
-        env=os.environ | topologies.ENVIRONMENT,
-        cwd=tmp_path_factory.mktemp(request.param),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=550,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout.rpartition("ANSWER")[2])
+    words = (request.param, *(["oversized"] if request.param in OVERSIZED else []))
+    folder = tmp_path_factory.mktemp(request.param)
+    return json.loads(printed(PROGRAM, *words, folder=folder, **topologies.ENVIRONMENT).rpartition("ANSWER")[2])
 
 
 def test_compilers_are_here_where_they_are_required():

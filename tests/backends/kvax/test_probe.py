@@ -1,13 +1,11 @@
 """Probing never raises: every way in which an environment can be wrong is a reason with the line that mends it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from attnsuite.backends.kvax import availability
+from script import python
 
 GOOD = {"kvax": "0.1.0", "triton": "3.7.1", "chex": "0.1.92", "jax-triton": "0.3.1"}
 INSTALL = "pip install '.[kvax]'"
@@ -71,15 +69,7 @@ def test_whatever_the_import_raises_is_the_reason(tmp_path, mode, package, sourc
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (tmp_path / f"{package}.py").write_text(source)
     code = f"from attnsuite.backends.kvax import availability; print('\\n'.join(availability.missing({mode!r})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = done.stdout.strip()
+    found = python("-c", code, folder=tmp_path, first=tmp_path).stdout.strip()
     assert found.startswith("kvax does not import here (")
     assert what in found
     assert "found kvax 0.1.0, triton 3.7.1" in found
