@@ -13,6 +13,7 @@ import pytest
 
 from attnsuite.backends import registry
 from attnsuite.suite import diagnosis
+from attnsuite.suite.cell import Cell
 from attnsuite.suite.command_line import main
 from attnsuite.suite.grid import executors, references, run_grid
 from attnsuite.suite.record import Record
@@ -39,6 +40,13 @@ def code_of(*words: object) -> object:
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     return ended.value.code
+
+
+def cell_of(case: Any, row: str = "standard", target: str = "cpu", **changes: Any) -> Cell:
+    """A cell of the case that runs natively, and as itself."""
+    return Cell(
+        **{"case": case, "row": row, "target": target, "resolved": row, "mode": "native", "exact": True} | changes
+    )
 
 
 def installed(folder: Path, entries: str, **modules: str) -> Path:

@@ -1,9 +1,6 @@
 """Converting and reading layer by layer: what is written is what was read, in a layer's memory."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,8 @@ from safetensors.flax import load_file
 
 from attnsuite.models import ModelConfig, Transformer, convert, load, load_layer, open_checkpoint, save
 from attnsuite.models.shards import write_safetensors
-from attnsuite.suite.command_line import main
+from command import code_of
+from script import printed
 
 CONFIGS = {
     "tied": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
@@ -29,14 +27,9 @@ def equal(first, second):
     return all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), first, second)))
 
 
-def environment():
-    """For a process that imports what this one does, and gives freed tensors back.
-
-    glibc's malloc keeps what was freed under a threshold that rises to 32 MiB, a feed-forward tensor of ``two_depths``:
-    which of them it keeps changes from run to run, by up to 0.7 of a layer. A threshold that is set does not rise.
-    """
-    kept = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return os.environ | kept
+# glibc's malloc keeps what was freed under a threshold that rises to 32 MiB, a feed-forward tensor of ``two_depths``:
+# which of them it keeps changes from run to run, by up to 0.7 of a layer. A threshold that is set does not rise.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @pytest.fixture
@@ -120,9 +113,7 @@ def test_the_writer_refuses_what_was_not_announced(tmp_path):
 
 
 def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["convert", "--input", str(checkpoint), "--dtype", "float16", "--quantize", "none", "--chunked"])
-    assert exit_info.value.code == 0
+    assert code_of("convert", "--input", checkpoint, "--dtype", "float16", "--quantize", "none", "--chunked") == 0
     output = checkpoint.with_name("in-converted")
     assert capsys.readouterr().out == f"165,056 parameters, float16: {output}\n"
     assert load(output).config.param_dtype == "float16"
@@ -131,18 +122,14 @@ def test_the_command_converts_and_says_what_it_wrote(checkpoint, capsys):
 def test_a_preset_beside_what_says_its_own_scaling_is_refused(tmp_path, capsys):
     save(Transformer(ModelConfig.from_preset("debug")), tmp_path / "in")
     for given in (str(tmp_path / "in"), "debug"):
-        with pytest.raises(SystemExit) as exit_info:
-            main(["convert", "--input", given, "--output", str(tmp_path / "out"), "--preset", "llama-3.2-1b"])
-        assert exit_info.value.code == 2
+        assert code_of("convert", "--input", given, "--output", tmp_path / "out", "--preset", "llama-3.2-1b") == 2
         assert f"{given} says its own" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["convert", "--input", "debug", "--output", "out", "--dtype", "bfloat16", "--chunked"])
-    assert exit_info.value.code == 0
+    assert code_of("convert", "--input", "debug", "--output", "out", "--dtype", "bfloat16", "--chunked") == 0
     assert "random parameters, bfloat16: out" in capsys.readouterr().out
     model = load(tmp_path / "out")
     assert model.config == ModelConfig.from_preset("debug", dtype="bfloat16", param_dtype="bfloat16")
@@ -155,10 +142,9 @@ def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
 
 def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
     code = "import sys; from attnsuite import models; models.load(sys.argv[1]); print(*sys.modules)"
-    command = [sys.executable, "-c", code, str(checkpoint)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=120, env=environment())
-    assert "attnsuite.models" in done.stdout.split()
-    assert "torch" not in done.stdout.split()
+    imported = printed(code, checkpoint).split()
+    assert "attnsuite.models" in imported
+    assert "torch" not in imported
 
 
 GROWTH = """
@@ -180,9 +166,7 @@ def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_de
     sources, layer = two_depths
     more = {}
     for call in ("convert", "load"):
-        command = [sys.executable, "-c", GROWTH, call, str(tmp_path / call), *map(str, sources)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment())
-        shallow, deep = map(int, done.stdout.split())
+        shallow, deep = map(int, printed(GROWTH, call, tmp_path / call, *sources, **GIVING_BACK).split())
         more[call] = (deep - shallow) / layer
     assert more["convert"] < 0.2, more
     assert more["load"] > 2.8, more  # three layers more

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite.command_line import main
 from attnsuite.suite.record import ProgramText, TensorError
 from attnsuite.suite.store import Manifest, TextIdentity
+from command import code_of
 
 SECRET = 0.0123457  # seconds; shows up as 12.3 wherever a speed leaks
 KVAX_REASON = "kvax: needs a CUDA device; this target is cpu."
@@ -188,8 +188,7 @@ def test_several_runs_make_one_page(record, write_run, tmp_path, capsys):
     command = ("attnsuite", "compile")
     manifest = dataclasses.replace(MANIFEST, verb="compile", targets=("tpu:v5e",), command=command)
     (second / "run.json").write_text(json.dumps(dataclasses.asdict(manifest)))
-    with pytest.raises(SystemExit, match="0"):
-        main(["report", str(first), str(second)])
+    assert code_of("report", first, second) == 0
     text = (first / "report.md").read_text(encoding="utf-8")
     assert [line.partition(",")[0] for line in text.splitlines() if line.startswith("# ")] == [
         "# Attention on Example CPU 9000",

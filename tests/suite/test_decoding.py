@@ -11,14 +11,14 @@ import pytest
 
 from attnsuite.models import ModelConfig
 from attnsuite.suite import peers
-from attnsuite.suite.cell import Cell, Means
+from attnsuite.suite.cell import Means
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.kinds.model_kind import MODEL
 from attnsuite.suite.measure import execution
 from attnsuite.suite.store import parse_records
-from command import code_of
+from command import cell_of, code_of
 
 PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
 DECODE = ModelCase(kind="model_decode", model="debug", sequence=40, batch=3, new_tokens=4, ragged=True)
@@ -70,9 +70,7 @@ def test_program_that_is_timed_is_the_one_that_is_judged(case, tmp_path, monkeyp
     with np.load(path) as arrays:
         np.savez(spoilt, **{name: tensor + 0.01 for name, tensor in arrays.items()})
     monkeypatch.setattr(execution, "outputs_of", pytest.fail)  # a second program
-    cell = Cell(case=case, row="chunked", target="cpu", resolved="chunked",
-                mode="native", exact=True)  # fmt: skip
-    answers = MODEL.prepare(cell, case, Means(reference=None, memory_limit=2**33)).answers(0)
+    answers = MODEL.prepare(cell_of(case, "chunked"), case, Means(reference=None, memory_limit=2**33)).answers(0)
     for file, passed in ((path, True), (spoilt, False)):
         errors = MODEL.judge(case, answers, file, None, exact=True)
         assert all(error.passed is passed for error in errors.values())

@@ -11,7 +11,6 @@ import pytest
 from attnsuite.backends import names
 from attnsuite.reports.pages.conformance import reproducer
 from attnsuite.suite import device_run
-from attnsuite.suite.cell import Cell
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import executors, run_grid
 from attnsuite.suite.grid.executors import Limits
@@ -24,7 +23,7 @@ from attnsuite.suite.verbs import run as run_verb
 from attnsuite.suite.verbs.flags import resuming
 from attnsuite.suite.verbs.run import Run
 from attnsuite.testing.problems import CASES
-from command import code_of
+from command import cell_of, code_of
 
 LIMITS = Limits(60, 2**33)
 
@@ -122,14 +121,7 @@ def test_contract_is_dealt_to_processes_on_a_gpu_alone_case_by_case(monkeypatch,
     monkeypatch.setattr(executors, "usable_cores", lambda: 3)
     assert executors._PROCESSES == 4  # more cores than that change nothing
     cells = [
-        Cell(
-            case=ConformanceCase(name=name),
-            row=row,
-            target=target,
-            resolved=row,
-            mode="native",
-            exact=True,
-        )
+        cell_of(ConformanceCase(name=name), row, target)
         for name in ("causal", "plain", "mqa", "scale")
         for row in ("kvax", "standard")
     ]

@@ -14,7 +14,6 @@ from attnsuite.models import ModelConfig, Transformer
 from attnsuite.reports import ReportError
 from attnsuite.reports.pages.curves import page, verdicts
 from attnsuite.suite.cell import Request
-from attnsuite.suite.command_line import main
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import is_measured, one_after_another, refused
 from attnsuite.suite.grid.references import References
@@ -144,8 +143,7 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
     assert rows["dv 1% large"].endswith("found out |")
     assert "refused" in rows["cudnn"]
     assert (tmp_path / "loss-curves.svg").exists()
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path), str(tmp_path)])
+    assert code_of("report", tmp_path, tmp_path) == 2
     assert "holds records of kind 'loss curve', whose page stands alone; give it by itself." in capsys.readouterr().err
     before = (tmp_path / "report.md").read_bytes()
     reports.render(tmp_path)

@@ -11,8 +11,8 @@ from flax import nnx
 
 from attnsuite import backends
 from attnsuite.suite import mask_arrays
-from attnsuite.suite.command_line import main
 from attnsuite.suite.traced_calls import executed
+from command import code_of
 from declared import sized
 
 T = 12
@@ -77,8 +77,7 @@ def fn():
 def test_harvest_names_the_flag_and_the_cost(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.py").write_text(STEP)
-    with pytest.raises(SystemExit, match="0"):
-        main(["harvest", "step.py:fn"])
+    assert code_of("harvest", "step.py:fn") == 0
     told = capsys.readouterr().err
     assert "step.py:7: the mask array [1, 1, 32, 32] says is_causal=True on this batch; the array takes" in told
 

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 from attnsuite.suite import peers
-from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid import executors, running, work
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import kind_of
@@ -19,7 +18,7 @@ from attnsuite.suite.measure import tensor_errors
 from attnsuite.suite.measure.program import named_outputs
 from attnsuite.suite.peers import PEERS, mkl
 from attnsuite.suite.reportable import shows_speed
-from command import WorkerHere
+from command import WorkerHere, cell_of
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
 CASES = [
@@ -110,11 +109,10 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
             return {"seconds": 0.5, "spent": 0.5}
 
     case = CASES[0]
-    cell = Cell(case=case, row=row, target="cpu", resolved=row, mode="native", exact=True)
     context = running.RunContext(
         suite="cpu-speed", limits=running.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
     )
-    each = running.Running(cell, Outside())
+    each = running.Running(cell_of(case, row), Outside())
     ended = running.prepare(each, None, context)
     judging = mock.Mock(recheck=mock.Mock(side_effect=AssertionError))  # torch has the same inputs in every call
     (record,) = [ended] if ended else executors._sample(case, [each], context, judging)

@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from attnsuite.models import TextFile
-from attnsuite.suite.cell import Cell, Outcome
+from attnsuite.suite.cell import Outcome
 from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid import call, executors, work
 from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Limits, RunContext, Running, prepare
 from attnsuite.suite.kinds.attention_call import OpCase
-from command import WorkerHere
+from command import WorkerHere, cell_of
 from script import printed
 
 
@@ -112,9 +112,7 @@ def test_sample_that_holds_a_stop_is_taken_again():
             self.slept += taken if taken > 1 else 0.0
             return {"seconds": taken, "spent": taken}
 
-    cell = Cell(case=OpCase(kind="op_forward", sequence=8), row="standard", target="cpu", resolved="standard",
-                mode="native", exact=True)  # fmt: skip
-    running = Running(cell, Stopped(), outcome=Outcome(calls=1))
+    running = Running(cell_of(OpCase(kind="op_forward", sequence=8)), Stopped(), outcome=Outcome(calls=1))
     watcher: Any = SimpleNamespace(doing=lambda *_: None)
     case = OpCase(kind="op_forward", sequence=16)
     context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
@@ -131,7 +129,7 @@ def test_an_answer_of_another_form_ends_its_cell_and_not_the_run(answer):
             return answer
 
     case = OpCase(kind="op_forward", sequence=8)
-    cell = Cell(case=case, row="mine", target="cpu", resolved="mine", mode="native", exact=True)
+    cell = cell_of(case, "mine")
     watcher: Any = SimpleNamespace(doing=lambda *_: None)
     context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
     (sampled,) = _sample(case, [Running(cell, Replaced(), outcome=Outcome(calls=1))], context)
@@ -157,7 +155,7 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
     monkeypatch.setattr(executors, "usable_cores", lambda: 2)
     case = OpCase(kind="op_forward", sequence=16)
     cells = [
-        Cell(case=case, row=row, target="cpu", resolved=row, mode=mode, exact=True)
+        cell_of(case, row, mode=mode)
         for row, mode in (("standard", "native"), ("splash", "interpret"), ("pallas_flash", "interpret"))
     ]
     watcher: Any = SimpleNamespace(doing=lambda *_: None)
@@ -222,8 +220,7 @@ def test_address_space_that_is_too_small_for_jax_is_a_failure_and_no_hang():
 
 def test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu():
     case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
-    cell = Cell(case=case, row="standard", target="cuda:h100", resolved="standard",
-                mode="native", exact=True)  # fmt: skip
+    cell = cell_of(case, target="cuda:h100")
     with pytest.raises(CellFailure, match=r"is for cuda:h100, and JAX now finds cpu.*: the device is gone") as failure:
         work.prepare(cell, None, 2**33, None, shared=False)
     assert failure.value.status == "crashed"

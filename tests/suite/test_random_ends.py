@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds.op_case import OpCase
 from attnsuite.suite.store import RECORDS, parse_records
+from command import cell_of
 from script import python
 
 TESTS = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def test_clock_that_goes_backwards_changes_no_duration(monkeypatch):
     clock = iter(range(2_000_000_000, 0, -3600))
     monkeypatch.setattr(time, "time", lambda: next(clock))
     case = OpCase(kind="op_forward", sequence=8)
-    running = Running(Cell(case=case, row="standard", target="cpu", resolved="standard", mode="native", exact=True))
+    running = Running(cell_of(case))
     with running.timed():
         time.sleep(1e-3)
     assert 1e-3 <= running.wall < 60

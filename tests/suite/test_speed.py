@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.suite.cell import Cell, Means, Request
+from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds import kind_of
@@ -15,6 +15,7 @@ from attnsuite.suite.measure.execution import Timed
 from attnsuite.suite.measure.program import Program
 from attnsuite.suite.measure.speed import Sampling, calls_per_sample
 from attnsuite.suite.statistics import FEWEST, mean, median, paired_difference, paired_ratio, unpaired_ratio
+from command import cell_of
 from script import printed
 
 
@@ -89,13 +90,11 @@ def test_short_calls_are_repeated_within_a_sample():
 def test_what_would_run_instead_is_not_measured(mode, resolved, expected):
     case = OpCase(kind="op_forward", sequence=8)
     assert visible_pairs(case) == 36
-    cell = Cell(case=case, row="asked", target="cpu", resolved=resolved, mode=mode, exact=True)
-    assert is_measured(cell) is expected
+    assert is_measured(cell_of(case, "asked", resolved=resolved, mode=mode)) is expected
 
 
 def test_a_cell_with_too_few_samples_for_an_interval_says_so():
-    cell = Cell(case=OpCase(kind="op_forward", sequence=8), row="standard", target="cpu", resolved="standard",
-                mode="native", exact=True)  # fmt: skip
+    cell = cell_of(OpCase(kind="op_forward", sequence=8))
     slow, quick = (Running(cell, samples=[seconds] * count) for seconds, count in ((29.5, 3), (0.1, FEWEST)))
     slow.note_few_samples()
     quick.note_few_samples()

@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 import os
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -202,14 +202,8 @@ def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
 @pytest.mark.thorough
 def test_several_processes_with_one_empty_cache_agree(tmp_path):
     script = PRELUDE + "print(digest(attend(q, k, v)))"
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(run(script, XDG_CACHE_HOME=str(tmp_path)))) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda _: run(script, XDG_CACHE_HOME=str(tmp_path)), range(2)))
     assert len({done.stdout for done in results}) == 1
     assert all(done.returncode == 0 for done in results), results[0].stderr
     assert not list(tmp_path.rglob("*.tmp"))
@@ -294,34 +288,19 @@ def test_threads_may_call_at_once():
     spec = make_spec(q, k, v, is_causal=True)
     planned = plan(registry.get("flash_cpu"), spec, target=Target.here())
     layers = jax.jit(lambda q: [planned.run(q + i, k, v)[0] for i in range(4)])
-    expected, wrong = [np.asarray(x) for x in layers(q)], []
-
-    def work():
-        for _ in range(20):
-            wrong.extend(not np.array_equal(a, b) for a, b in zip(layers(q), expected, strict=True))
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wrong) == 6 * 20 * 4
-    assert not any(wrong)
+    expected = [np.asarray(x) for x in layers(q)]
+    with ThreadPoolExecutor(6) as pool:
+        for found in pool.map(lambda _: layers(q), range(120)):
+            for x, right in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(x, right)
 
 
 def test_threads_may_compile_one_kernel_at_once():
     spec = AttentionSpec(batch=1, query_length=5, key_value_length=5, num_heads=1, num_kv_heads=1, head_dim=13)
-    names = []
     kernel = calls.Calls(spec, ISA).kernel
-    threads = [
-        threading.Thread(target=lambda: names.append(targets.target("forward", kernel, ISA).name)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(names) == 4
-    assert len(set(names)) == 1
+    with ThreadPoolExecutor(4) as pool:
+        names = set(pool.map(lambda _: targets.target("forward", kernel, ISA).name, range(4)))
+    assert len(names) == 1
 
 
 @pytest.mark.parametrize("heads_per_stage", [1, 3])

@@ -1,6 +1,7 @@
 """The interpreter's corrections: without each, Kvax's kernels compute something else than on a GPU."""
 
-import threading
+import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -152,16 +153,8 @@ def test_failing_kernel_leaves_triton_as_before(monkeypatch, interpret):
 def test_threads_do_not_disturb_each_other():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((1, 128, 2, 16)).astype(np.float32))
-    expected = np.asarray(attention(x, x, x, is_causal=True, backend="kvax", mode="interpret"))
-    results = {}
-
-    def work(name):
-        results[name] = np.asarray(attention(x, x, x, is_causal=True, backend="kvax", mode="interpret"))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(4):
-        np.testing.assert_array_equal(results[i], expected)
+    run = functools.partial(attention, x, x, x, is_causal=True, backend="kvax", mode="interpret")
+    expected = run()
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: run(), range(4)):
+            np.testing.assert_array_equal(found, expected)
