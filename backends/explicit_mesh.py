@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from .contract import Backend
 from .devices import Target
-from .features import Mode, Options
+from .features import INSTEAD, Mode, Options
 from .sharding import MeshAxes, Sharded
 from .spec import AttentionSpec
 from .support import support
@@ -56,7 +56,8 @@ def shares(
         )
     sharded = Sharded(backend, mesh, MeshAxes(data=batch, heads=heads))
     if reasons := support(sharded, spec, *how).reasons:
-        raise ValueError(f"{sharded.name} cannot run this on {how[0]}: {' '.join(reasons)}")
+        sentences = " ".join(reasons).replace(INSTEAD, "use backend='standard', which JAX divides itself")
+        raise ValueError(f"{sharded.name} cannot run this on {how[0]}: {sentences}")
     return sharded
 
 

@@ -10,13 +10,21 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def varying(x: Any, like: Any) -> Any:
-    """The arrays of ``x``, with a type that varies over every manual axis over which an array of ``like`` does."""
-    axes = frozenset().union(*map(_axes, jax.tree.leaves(like)))
+    """The arrays of ``x``, with a type that varies over every manual axis over which an array of ``like`` does.
+
+    Where an array of ``like`` lies on an explicit mesh, outside of ``jax.set_mesh`` too, so does each array of ``x``.
+    """
+    leaves = jax.tree.leaves(like)
+    axes = frozenset().union(*map(_axes, leaves))
+    mesh = next((mesh for each in leaves if AxisType.Explicit in (mesh := _mesh(each)).axis_types), None)
 
     def over_all(part: Any) -> Any:
+        if mesh is not None and _mesh(part).empty:
+            part = jax.sharding.reshard(part, NamedSharding(mesh, PartitionSpec()))
         missing = axes - _axes(part)
         return lax.pcast(part, tuple(sorted(missing)), to="varying") if missing else part
 
@@ -26,3 +34,7 @@ def varying(x: Any, like: Any) -> Any:
 def _axes(x: Any) -> frozenset[str]:
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
+
+
+def _mesh(x: Any) -> Any:
+    return jax.typeof(x).sharding.mesh

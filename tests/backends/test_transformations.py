@@ -38,6 +38,13 @@ def test_sharded_length_on_an_explicit_mesh_says_what_to_do():
         attention(*arrays, is_causal=True, backend="chunked")
 
 
+def test_what_has_no_share_on_an_explicit_mesh_is_refused_with_another_backend():
+    whole = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec("x"))
+    arrays = [jax.device_put(x, whole) for x in transformations.operands("float32")]
+    with pytest.raises(ValueError, match=r"count heads from zero .*; use backend='standard'"):
+        attention(*arrays, score_function=lambda score, *_: score, backend="chunked")
+
+
 @pytest.mark.parametrize("backend", ["standard", "chunked"])
 def test_arrays_that_an_explicit_mesh_does_not_shard_are_taken(backend):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
@@ -52,6 +59,14 @@ def test_arrays_that_an_explicit_mesh_does_not_shard_are_taken(backend):
     with jax.set_mesh(mesh):
         found = attend(*arrays)
     np.testing.assert_allclose(found, attend(*given), atol=2e-6)
+
+
+def test_gradient_of_arrays_that_are_whole_on_an_explicit_mesh_outside_of_it():
+    whole = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec())
+    given = transformations.operands("float32")
+    loss = jax.jit(jax.grad(lambda *x: attention(*x, is_causal=True, backend="chunked").sum()))
+    found = loss(jax.device_put(given[0], whole), *given[1:])
+    np.testing.assert_allclose(found, loss(*given), atol=2e-6)
 
 
 def test_repeated_calls_outside_of_jit_compile_nothing():
