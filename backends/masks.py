@@ -403,12 +403,37 @@ def check(function: Any) -> None:
             f"mask_function={function!r} must be a hashable function of query and key positions, such as "
             "masks.Causal() | masks.Prefix(16)."
         )
-    found = _evaluated(function, np.arange(2, dtype=np.int32)[:, None], np.arange(3, dtype=np.int32)[None, :])
-    if found.dtype != bool or found.shape != (2, 3):
-        raise ValueError(
-            f"mask_function={function!r} gives {found.dtype} {found.shape} for query positions (2, 1) and key "
-            "positions (1, 3); it has to give bool (2, 3), one answer for each pair."
+    try:
+        reason = _fault(function)
+    except TypeError:  # it has a hash by its type, but holds an array that has none
+        reason = _fault.__wrapped__(function)
+    if reason:
+        raise ValueError(f"mask_function={function!r} {reason}")
+
+
+@functools.lru_cache(maxsize=64)
+def _fault(function: MaskFunction) -> str:
+    """Why a function is no mask function; empty if it is one. It is called with numbers, and traced as in a kernel."""
+    query, key = np.arange(2, dtype=np.int32)[:, None], np.arange(3, dtype=np.int32)[None, :]
+    try:
+        found = _evaluated(function, query, key)
+        jax.eval_shape(function, query, key)
+    except jax.errors.TracerArrayConversionError:
+        return (
+            "depends on a traced array, or calls NumPy; numbers of a batch go into mask, segment ids, positions or "
+            "lengths, and functions and tables have to be those of jax.numpy."
         )
+    except Exception as error:  # noqa: BLE001 (whatever the function raises)
+        return (
+            f"raises {type(error).__name__} ({error}) for query positions (2, 1) and key positions (1, 3); it takes "
+            "these two integer arrays, for every batch entry and head, and &, | and ~ for `and`, `or`, `not`."
+        )
+    if found.dtype == bool and found.shape == (2, 3):
+        return ""
+    return (
+        f"gives {found.dtype} {found.shape} for query positions (2, 1) and key positions (1, 3); it has to give bool "
+        "(2, 3), one answer for each pair."
+    )
 
 
 def of_bounds(mask: Mask, query: tuple[Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any] | None:

@@ -51,13 +51,20 @@ def _fault(function: ScoreFunction) -> str:
     scores = np.linspace(-1.0, 2.0, 12, dtype=np.float32).reshape(_SHAPE)
     other = scores.copy()
     other[0, 0, 0, 0] = 40.0
-    with jax.ensure_compile_time_eval():  # a spec may be made inside of jit
-        made, slope = derived(function, jnp.asarray(scores), *_indices())
-        again, _ = derived(function, jnp.asarray(other), *_indices())
+    try:
+        with jax.ensure_compile_time_eval():  # a spec may be made inside of jit
+            made, slope = derived(function, jnp.asarray(scores), *_indices())
+            again, _ = derived(function, jnp.asarray(other), *_indices())
+    except Exception as error:  # noqa: BLE001 (whatever the function raises)
+        return (
+            f"raises {type(error).__name__} ({error}); it takes five arrays (score, batch, head, query position, key "
+            "position), returns a score, and uses jnp.where for `if`."
+        )
     if isinstance(made, Tracer):
         return "depends on a traced array; learned numbers go into bias, alibi or sinks."
-    if made.dtype != jnp.float32 or made.shape != _SHAPE:
-        return f"gives {made.dtype} {made.shape} for float32 scores {_SHAPE}; it has to keep shape and dtype."
+    dtype, shape = getattr(made, "dtype", type(made).__name__), np.shape(made)
+    if dtype != jnp.float32 or shape != _SHAPE:
+        return f"gives {dtype} {shape} for float32 scores {_SHAPE}; it has to keep shape and dtype."
     if not (np.isfinite(made).all() and np.isfinite(slope).all()):
         return "gives a score or a derivative that is not finite; use mask_function to hide a key."
     if (np.asarray(made) != np.asarray(again)).ravel()[1:].any():

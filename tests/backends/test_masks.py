@@ -164,12 +164,26 @@ def test_a_block_is_skipped_only_if_empty_and_unmasked_only_if_full(mask: masks.
         ),
         (lambda _, k: k, r"gives int32 \(1, 3\) .* has to give bool \(2, 3\)"),
         (lambda _, k: k < 4, r"gives bool \(1, 3\) .* has to give bool \(2, 3\)"),
+        (lambda _b, _h, q, k: k <= q, r"raises TypeError .* takes these two integer arrays"),
+        (masks.Causal() | (lambda q, k: q > 3 and k > 3), "raises ValueError .*, and &, | and ~ for `and`"),
+        (lambda q, k: np.arange(64)[k] <= q, "calls NumPy; .* tables have to be those of jax.numpy"),
     ],
-    ids=["number", "positions", "one side"],
+    ids=["number", "positions", "one side", "four arguments", "and", "NumPy's table"],
 )
 def test_what_is_no_mask_function_is_refused(function: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SPEC, mask_function=function)
+
+
+def test_a_function_of_a_traced_number_is_refused_in_a_sentence() -> None:
+    def run(length: jax.Array) -> jax.Array:
+        x = jnp.ones((1, 4, 1, 8))
+        return attention(x, x, x, mask_function=masks.Causal() | (lambda q, k: q + k < length))
+
+    with pytest.raises(
+        ValueError, match=r"depends on a traced array.* go into mask, segment ids, positions or lengths"
+    ):
+        jax.jit(run)(3)
 
 
 def test_a_function_of_jax_numpy_is_planned_inside_of_jit() -> None:

@@ -22,6 +22,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "half precision": (lambda score, *_: score.astype(jnp.bfloat16), r"gives bfloat16 \(1, 2, 2, 3\)"),
     "one answer for all keys": (lambda score, *_: score[..., :1], r"gives float32 \(1, 2, 2, 1\)"),
     "hidden keys": (lambda score, _b, _n, q, k: jnp.where(k <= q, score, -jnp.inf), "use mask_function to hide a key"),
+    "an if": (lambda score, _b, _n, q, k: score if q > k else -score, r"raises ValueError.*uses jnp.where for `if`"),
+    "two arguments": (lambda score, head: score * head, r"raises TypeError.*five arrays \(score, batch, head"),
+    "nothing": (lambda *_: None, "gives NoneType"),
     "a root": (lambda score, *_: jnp.sqrt(score), "not finite"),
 }
 
