@@ -7,6 +7,7 @@ or changes nothing, or is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -60,60 +61,65 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     """
     _check_options(options)
 
-    def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None = None,
-        mask: Array | None = None,
-        broadcast_dropout: bool = True,
-        dropout_rng: Array | None = None,
-        dropout_rate: float = 0.0,
-        deterministic: bool = False,
-        dtype: Any = None,
-        precision: Any = None,
-        module: Any = None,
-        *,
-        promote_dtype: Callable[..., Any] | None = None,
-        is_causal: bool = False,
-        force_fp32_for_softmax: bool = False,
-        einsum_dot_general: Any = None,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
-        input_positions: Any = None,
-        **unknown: Any,
-    ) -> Array:
-        query, key, value = _promoted((query, key, value), dtype, promote_dtype)
-        _check_shapes(query, key, value)
-        _refuse(
-            {
-                "module": module,
-                "einsum_dot_general": einsum_dot_general,
-                "qk_attn_weights_einsum": qk_attn_weights_einsum,
-                "attn_weights_value_einsum": attn_weights_value_einsum,
-                "input_positions": input_positions,
-            },
-            unknown,
-        )
-        if dropout_rate > 0.0 and not deterministic:
-            raise ValueError(
-                f"attention_fn has no dropout on attention weights (dropout_rate={dropout_rate}); "
-                "set dropout_rate=0.0, or deterministic=True."
-            )
-        _check_precision(precision, query.dtype)
-        causal = is_causal or options.get("is_causal", False)
-        _check_single_query(query, key, {**options, "is_causal": causal})
-        lead = query.shape[:-3]
-        out = attention(
-            *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
-            bias=_with_one_batch_axis("bias", bias, lead),
-            mask=_with_one_batch_axis("mask", None if mask is None else jnp.asarray(mask).astype(bool), lead),
-            backend=backend,
-            **{**options, "is_causal": causal},
-        )
-        return out.reshape(*lead, *out.shape[-3:])
+    return functools.partial(_attend, backend, options)  # which is pickled, as no inner function is
 
-    return attend
+
+def _attend(
+    backend: str,
+    options: dict[str, Any],
+    /,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    *,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    input_positions: Any = None,
+    **unknown: Any,
+) -> Array:
+    """The function of a layer, with the backend and the options of :func:`attention_fn`."""
+    query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+    _check_shapes(query, key, value)
+    _refuse(
+        {
+            "module": module,
+            "einsum_dot_general": einsum_dot_general,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+            "input_positions": input_positions,
+        },
+        unknown,
+    )
+    if dropout_rate > 0.0 and not deterministic:
+        raise ValueError(
+            f"attention_fn has no dropout on attention weights (dropout_rate={dropout_rate}); "
+            "set dropout_rate=0.0, or deterministic=True."
+        )
+    _check_precision(precision, query.dtype)
+    causal = is_causal or options.get("is_causal", False)
+    _check_single_query(query, key, {**options, "is_causal": causal})
+    lead = query.shape[:-3]
+    out = attention(
+        *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
+        bias=_with_one_batch_axis("bias", bias, lead),
+        mask=_with_one_batch_axis("mask", None if mask is None else jnp.asarray(mask).astype(bool), lead),
+        backend=backend,
+        **{**options, "is_causal": causal},
+    )
+    return out.reshape(*lead, *out.shape[-3:])
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,12 @@ def test_keyword_that_flax_means_otherwise_is_refused(name: str) -> None:
     x = draw(1, 4, 2, 8)
     with pytest.raises(ValueError, match=f"does not take {name}"):
         attention_fn("standard")(x, x, x, **{name: jnp.arange(4)})
+
+
+def test_function_of_a_config_is_pickled() -> None:
+    x = draw(1, 4, 2, 8)
+    function = attention_fn("standard", local_window_size=1)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(function))(x, x, x), function(x, x, x))  # noqa: S301 (our own)
 
 
 def test_unknown_keyword_is_refused() -> None:
