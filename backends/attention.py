@@ -277,7 +277,7 @@ def dot_product_attention(
     request = {}
     if implementation is not None:
         backend, request = _named(implementation, backend), {"on_unavailable": "raise"}
-    unbatched = jnp.ndim(query) == 3
+    unbatched = np.ndim(query) == 3
     query, key, value = _as_4d("query", query, 3), _as_4d("key", key, 3), _as_4d("value", value, 3)
     visible = None
     if query_seq_lengths is not None:
@@ -294,7 +294,7 @@ def dot_product_attention(
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
-        return_log_sum_exp=return_residual,
+        return_log_sum_exp=bool(return_residual),
     )
     out, log_sum_exp = result if return_residual else (result, None)
     if visible is not None:
@@ -327,9 +327,9 @@ def _attend(
     ``request`` are the other arguments of :func:`resolve`.
     """
     if not isinstance(layer, LayerStack | StackedLayer | None):
-        raise ValueError(  # noqa: TRY004 (as every argument that is not accepted)
-            f"layer={layer!r} is no layer of a LayerStack, which hands on what one layer tells the next; make stack = "
-            "backends.LayerStack(num_layers), give layer=stack[i], and call the model by stack.run(model, x)."
+        raise ValueError(  # noqa: TRY004 (one kind of error for every argument)
+            f"layer={layer!r} is no layer of a LayerStack; make stack = backends.LayerStack(num_layers), give "
+            "layer=stack[i] or layer=stack, and call the model by stack.run(model, x)."
         )
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)

@@ -34,6 +34,7 @@ from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
 from .contract import NOTHING_SEEN, Part, Plan, check_options
+from .derivatives import NO_GRADIENT
 from .devices import Target
 from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Options, Takes
 from .kv_layout import turned
@@ -312,7 +313,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
     def forward(*primals: Any) -> Any:
         query, key, value, learned, traced = jax.tree.map(lambda x: x.value, primals)
         if of(traced)[1] is None:  # asked at trace time
-            raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+            raise ValueError(NO_GRADIENT)
         # The names of the terms whose gradient is requested are keys of a tree, so that they are static.
         requested = {name: None for name, x in primals[3].items() if x.perturbed}
         unrounded = dataclasses.replace(program, float32_results=True)

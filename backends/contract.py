@@ -271,13 +271,23 @@ def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def as_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options as a dict. Raises ValueError for something else than a mapping."""
+    if not isinstance(options, Mapping | None):
+        raise ValueError(  # noqa: TRY004 (one kind of error for every option)
+            f"the options {options!r} are no mapping; give backend_options (of resolve and plan: options) as a dict, "
+            "such as {'block_q': 64}."
+        )
+    return dict(options or {})
+
+
 def check_options(
     backend: str,
     options: Options,
     accepted: Mapping[str, str],
 ) -> dict[str, Any]:
     """The options as a dict. Raises ValueError for a name that the backend does not have, listing those that it has."""
-    given = dict(options or {})
+    given = as_options(options)
     unknown = sorted(set(given) - set(accepted))
     if unknown:
         have = "; ".join(f"{name}: {meaning}" for name, meaning in accepted.items()) or "none"

@@ -13,6 +13,8 @@ _NO_FORWARD_MODE = (
     "derivatives cannot follow; use backend='standard', which JAX differentiates in every way."
 )
 
+NO_GRADIENT = "this asks for a gradient where needs_grad=False was given; give needs_grad=True, which is the default."
+
 
 @contextlib.contextmanager
 def forward_mode_explained() -> Iterator[None]:
@@ -40,7 +42,7 @@ def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
     """The ``attend`` of a plan without gradients. Differentiating it raises ValueError with what to plan instead."""
 
     def no_gradient(*_: Any) -> Any:
-        raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+        raise ValueError(NO_GRADIENT)
 
     by_number = jax.custom_vjp(attend, nondiff_argnums=(3,))
     by_number.defvjp(no_gradient, no_gradient)

@@ -81,10 +81,15 @@ def make_spec(
     ``value`` is None, the values are the first ``value_head_dim`` numbers of the keys.
     """
     in_keys = value is None
+    if in_keys and value_head_dim is None:
+        raise ValueError(
+            "value is None; give an array, or give backends.attention value_head_dim=r, and the first r numbers of "
+            "each key are its value."
+        )
     if in_keys != (value_head_dim is not None):
         raise ValueError(
-            f"value_head_dim={value_head_dim!r} is given with {'no array' if in_keys else 'an array'} of values; give "
-            "one of the two: value=None with value_head_dim=r takes the first r numbers of each key as its value."
+            f"value_head_dim={value_head_dim!r} is given with an array of values; give one of the two: value=None with "
+            "value_head_dim=r takes the first r numbers of each key as its value."
         )
     value = key if in_keys else value
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -239,15 +244,18 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
         name, present = field.name, getattr(terms, field.name) is not None
         scale = name.endswith("_scales")
         if name in announced and not present:
-            says = f"kv_dtype={spec.kv_dtype!r}" if scale and spec is not None else f"has_{name}=True"
+            asks = f"kv_dtype={spec.kv_dtype!r}" if scale and spec is not None else f"has_{name}=True"
             raise ValueError(
-                f"the spec says {says}, but terms.{name} is None; run the plan with terms=Terms({name}=...)."
+                f"{asks} asks for {name}, but it is None; give {name}=... (to a plan in terms=Terms(...))."
             )
+        if present and scale and name not in announced:
+            quantised = spec is not None and spec.kv_dtype is not None
+            why = "the keys are the values, with key_scales" if quantised else "keys and values are not quantised"
+            raise ValueError(f"{name} is given, but {why}; leave it out, or give keys and values of {_QUANTISED}.")
         if present and name not in announced:
-            says, wanted = ("kv_dtype=None", "kv_dtype") if scale else (f"has_{name}=False", f"has_{name}=True")
             raise ValueError(
-                f"terms.{name} is given, but the spec of this plan says {says}; "
-                f"plan a spec with {wanted} through backends.plan."
+                f"terms.{name} is given, but the spec of this plan says has_{name}=False; "
+                f"plan a spec with has_{name}=True through backends.plan."
             )
         if spec is not None and present and scale:
             check_array(name, getattr(terms, name), key_rows(spec), "float32", broadcasts=True)
@@ -259,6 +267,7 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
     return terms.given()
 
 
+_QUANTISED = " or ".join(KV_DTYPES)
 _KINDS = {"bool": jnp.bool_, "a floating dtype": jnp.floating, "float32": jnp.float32}
 
 

@@ -16,7 +16,7 @@ from attnsuite.sentences import quoted
 
 from . import registry
 from .choices import AnyPolicy, Decision, Policy, PolicyNotUsedWarning, decide, policy_of, tuned, usable
-from .contract import Backend, Plan
+from .contract import Backend, Plan, as_options
 from .devices import Target
 from .features import Mode, Options
 from .layout import Layout
@@ -127,7 +127,7 @@ def resolve(
     backend by name, and for a file that is no policy. Raises BackendUnavailableError if the named backend refuses and
     ``on_unavailable="raise"``, or if no backend supports the spec.
     """
-    target = Target.here() if target is None else target
+    target, options = Target.here() if target is None else target, as_options(options)
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
     valid, followed = None, Decision(None, "")
@@ -139,7 +139,7 @@ def resolve(
         backend = registry.get(request)
         found = support(backend, spec, target, mode, options)
         if found:
-            return Resolution(request, backend, mode, spec, target, options=tuple((options or {}).items()))
+            return Resolution(request, backend, mode, spec, target, options=tuple(options.items()))
         rejections.append(Rejection(request, found.reasons))
         if on_unavailable == "raise":
             raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(found.reasons)}")

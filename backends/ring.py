@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from . import sinks as of_sinks
 from .contract import NOTHING_SEEN, Part, PartBackend
+from .derivatives import NO_GRADIENT
 from .layout import Layout
 from .masks import Causal
 from .merging import Seen, put_together
@@ -96,7 +97,7 @@ class Ring:
 
         def forward(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> tuple[Array, Any]:
             if not self.spec.needs_grad:
-                raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+                raise ValueError(NO_GRADIENT)
             out, top, rest = self._forward(query, share, layout, sinks)
             return out.astype(query.dtype), (query, share, layout, sinks, out, top, rest)
 

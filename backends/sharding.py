@@ -104,6 +104,11 @@ class Sharded:
     axes: MeshAxes
 
     def __post_init__(self) -> None:
+        if not isinstance(self.backend, Backend) or not isinstance(self.axes, MeshAxes):
+            raise ValueError(  # noqa: TRY004 (a value)
+                f"Sharded({self.backend!r}, mesh, {self.axes!r}) is not accepted; give a backend, a mesh and MeshAxes, "
+                "such as Sharded(backends.get('chunked'), mesh, MeshAxes(heads='model'))."
+            )
         if not isinstance(self.mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh={self.mesh!r} is not accepted; give a jax.sharding.Mesh.")  # noqa: TRY004 (a value)
         for name, axis in self.axes.named().items():

@@ -27,9 +27,10 @@ def support(
 ) -> Support:
     """Whether ``backend`` runs ``spec`` on ``target`` in ``mode`` with ``options``, or every reason why not.
 
-    Never raises: an error of the backend becomes the reason. Unknown options are not a reason, since :func:`plan`
-    raises ValueError for them.
+    An error of the backend becomes the reason. Unknown options are not a reason, since :func:`plan` raises ValueError
+    for them. Raises TypeError for a name in the place of a backend or a target.
     """
+    check_kinds(backend, target)
     try:
         takes = takes_of(backend, target, mode)
         spec = as_read(spec, takes)
@@ -41,6 +42,14 @@ def support(
         message = f"{type(error).__name__}: {error}"
         reasons = (f"{_name(backend)} failed when asked what it takes ({message}), a fault of its own; {INSTEAD}.",)
     return Support(reasons)
+
+
+def check_kinds(backend: Any, target: Any) -> None:
+    """Raise TypeError for a name in the place of what it names."""
+    if isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is a name; give the backend, backends.get({backend!r}).")
+    if not isinstance(target, Target):
+        raise TypeError(f"target={target!r} is no Target; give Target.here(), or such as Target('cuda', 'h100').")
 
 
 def takes_of(backend: Backend, target: Target, mode: Mode = "native") -> Takes:
@@ -159,7 +168,7 @@ def _refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Itera
             yield sentence("least_length", f"{field}={length}", accepted)
     for feature, request in features.REQUESTS.items():
         if request.of(spec) and feature not in takes.features:
-            instead = f"plan with needs_grad=False, or {INSTEAD}" if feature == "gradient" else INSTEAD
+            instead = f"give needs_grad=False, or {INSTEAD}" if feature == "gradient" else INSTEAD
             yield sentence(feature, request.describe(spec), request.accepted, instead)
 
 

@@ -33,7 +33,7 @@ from ..contract import (
     check_options,
     positions,
 )
-from ..derivatives import first_derivative
+from ..derivatives import NO_GRADIENT, first_derivative
 from ..devices import Target
 from ..features import ALL_FEATURES, DTYPES, KV_LAYOUTS, Mode, Options, Takes
 from ..kv_layout import turned
@@ -320,7 +320,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         if not calls.spec.needs_grad:
-            raise ValueError("planned with needs_grad=False; plan with needs_grad=True to differentiate.")
+            raise ValueError(NO_GRADIENT)
         operands = jax.tree.map(lambda x: x.value, primals)
         # The names of those whose gradient is asked are keys of a tree, so that they are static.
         learned = {name: None for name in ("bias", "alibi") if name in primals[4] and primals[4][name].perturbed}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..contract import Plan
+from ..derivatives import NO_GRADIENT
 from ..layout import Layout
 from ..operands import Terms
 from ..sharding import MeshAxes
@@ -189,7 +190,7 @@ def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -
 
     def forward(query: Array, key: Array, value: Array, arrays: Any) -> tuple[Array, Any]:
         if not needs_grad:
-            raise ValueError("this was planned with needs_grad=False; plan with needs_grad=True to differentiate it.")
+            raise ValueError(NO_GRADIENT)
         return jax.vjp(lambda q, k, v: kernel(q, k, v, arrays), query, key, value)
 
     def backward(pullback: Any, d_out: Array) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ def test_valid_rows_of_query_seq_lengths_agree_with_jax_and_the_rest_is_zero() -
 
 def test_input_without_a_batch_axis() -> None:
     query, key, value = (x[0] for x in qkv())
-    ours = dot_product_attention(query, key, value, is_causal=True)
+    ours = dot_product_attention(query.tolist(), key, value, is_causal=True)
     np.testing.assert_allclose(ours, jax.nn.dot_product_attention(query, key, value, is_causal=True), atol=2e-6)
 
 
@@ -154,7 +154,7 @@ def test_residual_is_jaxs(backend: str, dtype: Any, options: dict[str, Any]) -> 
 
 def test_residual_without_a_batch_axis() -> None:
     arrays = [x[0] for x in qkv()]
-    _, ours = dot_product_attention(*arrays, return_residual=True)
+    _, ours = dot_product_attention(*arrays, return_residual=1)  # as JAX takes it
     _, theirs = jax.nn.dot_product_attention(*arrays, return_residual=True)
     assert ours.shape == theirs.shape == (24, 4)
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
@@ -187,6 +187,12 @@ def test_implementation_of_jax_names_a_backend() -> None:
     )
     with pytest.raises(backends.BackendUnavailableError, match="cudnn cannot run this"):  # an error in JAX too
         dot_product_attention(*qkv(), implementation="cudnn")
+
+
+@pytest.mark.wrong_types
+def test_call_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"value is None; give an array, or .* value_head_dim=r"):
+        dot_product_attention(*qkv()[:2], None)
 
 
 @pytest.mark.wrong_types

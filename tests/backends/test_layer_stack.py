@@ -175,12 +175,6 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"stack = backends\.LayerStack"):
             layer(X)
 
-    def test_a_layer_by_its_number(self):
-        with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack.*give layer=stack\[i\]"):
-            backends.attention(
-                *[X[:, :, None]] * 3, is_causal=True, backend="kascade", backend_options=OPTIONS, layer=0
-            )
-
     def test_a_layer_outside_of_a_pass(self):
         with pytest.raises(ValueError, match="ran outside of its LayerStack"):
             attend_as(backends.LayerStack(4)[0])(*[X.reshape(1, LENGTH, HEADS, DIM)] * 3)
@@ -219,6 +213,11 @@ class TestErrors:
             backends.LayerStack(4)[4]
         with pytest.raises(ValueError, match="expected the number of layers"):
             backends.LayerStack(0)
+
+    @pytest.mark.wrong_types
+    def test_a_number_without_a_stack(self):
+        with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack; make stack = .*layer=stack\[i\]"):
+            backends.attention(X, X, X, layer=0)
 
     def test_a_block_without_attention(self):
         with pytest.raises(ValueError, match="called no attention"):

@@ -161,6 +161,15 @@ def test_axes_that_make_no_sense_are_refused(given, words):
         MeshAxes(**given)
 
 
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("given", [("chunked", MeshAxes(heads="cores")), (registry.get("chunked"), "cores")])
+def test_names_in_the_place_of_a_backend_or_axes_are_refused(given):
+    with pytest.raises(
+        ValueError, match=r"is not accepted; .* such as Sharded\(backends\.get\('chunked'\), mesh, Mesh"
+    ):
+        Sharded(given[0], _mesh("cores"), given[1])
+
+
 def test_sharded_backend_is_a_backend_with_the_reasons_of_its_share():
     sharded = Sharded(registry.get("splash"), _mesh("cores"), MeshAxes(context="cores"))
     spec = _spec(batch=1, num_heads=2, num_kv_heads=2)
@@ -179,7 +188,7 @@ def test_ring_of_one_device_is_no_ring_for_a_forward_plan():
     x = jnp.ones((1, 8, 2, 16))
     plan = sharded.plan(spec, Layout(), target=Target.here())
     np.testing.assert_allclose(plan.run(x, x, x)[0], x, rtol=1e-6)
-    with pytest.raises(ValueError, match="planned with needs_grad=False"):
+    with pytest.raises(ValueError, match="asks for a gradient where needs_grad=False was given"):
         jax.grad(lambda x: plan.run(x, x, x)[0].sum())(x)
 
 

@@ -183,6 +183,17 @@ def test_a_plan_of_what_is_refused_is_refused() -> None:
         plan(registry.get("kascade"), varied(has_mask=True), Layout(**ARRAYS["has_mask"]), target=CPU)
 
 
+@pytest.mark.wrong_types
+def test_a_name_in_the_place_of_what_it_names_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"backend='chunked' is a name; give the backend, backends\.get\('chunked'\)"):
+        plan("chunked", PLAIN, target=CPU)
+    with pytest.raises(TypeError, match=r"target='cpu' is no Target; give Target\.here\(\)"):
+        plan(STANDARD, PLAIN, target="cpu")
+    for make in (resolve, lambda *_, **how: plan(STANDARD, PLAIN, target=CPU, **how)):
+        with pytest.raises(ValueError, match=r"the options \['block_q'\] are no mapping; give backend_options"):
+            make("chunked", PLAIN, options=["block_q"])
+
+
 def test_a_backend_returns_a_plan() -> None:
     class Bare(Declared):
         def plan(self, *_: Any, **__: Any) -> Any:
@@ -226,7 +237,7 @@ def test_a_bias_is_a_term_of_each_layer() -> None:
 @pytest.mark.wrong_types
 def test_terms_that_are_missing_or_not_announced_or_of_another_shape_are_refused() -> None:
     with_bias = plan(STANDARD, varied(has_bias=True), target=CPU)
-    with pytest.raises(ValueError, match=r"has_bias=True, but terms.bias is None; run the plan with terms=Terms\(bias"):
+    with pytest.raises(ValueError, match=r"has_bias=True asks for bias, but it is None; give bias=\.\.\. \(to a plan"):
         with_bias.run(*operands())
     with pytest.raises(ValueError, match=r"bias has shape \(3, 1, 64, 64\); expected 4 dimensions that broadcast"):
         with_bias.run(*operands(), terms=Terms(bias=jnp.zeros((3, 1, T, T))))
