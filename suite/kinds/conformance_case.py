@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attnsuite.backends import Target, from_function, registry
 from attnsuite.backends.features import Mode
 from attnsuite.backends.support import takes_of
 
+from .. import typed
 from ..cell import Cell, Means, Outcome, Prepared, Request, Start
 from ..errors import CellFailure
 from ..measure import arrays
 from ..measure.tensor_errors import as_error
 from ..record import Record
 from ..subprocess_function import SubprocessFunctionError, subprocess_function_of
-from ..typed import Real, Seed, Whole
+from ..typed import Real, Seed, Size
 from ..user_function import register_functions
 from .kind import Dtype, Kind, backends_of, check_fields
 from .kind import cell as cell_of
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 TAKES = "takes"  # the name of the case that says what a backend or function takes
 _NOT_TAKEN = "asks for more than it takes."
+_NEAREST = 8  # names that a refusal has
 _LONGEST = 300  # characters of what a backend raised
 
 
@@ -46,15 +49,15 @@ class ConformanceCase:
 
     kind: Literal["conformance"] = "conformance"
     name: str = ""
-    number: Whole | None = None
+    number: Size | None = None
     seed: Seed | None = None
     interpret: bool = False
     dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.name and self.number is None:
-            raise ValueError("name is needed: that of a problem or a verdict of attnsuite.testing.")
-        name = self.name or f"random {self.number} of seed {self.seed}"
+            raise ValueError("name is needed: that of a problem or a verdict of attnsuite.testing")
+        name = self.name or f"random {self.number} of seed {self.seed or 0}"
         object.__setattr__(self, "name", name.removesuffix(self._in_dtype) + self._in_dtype)
         check_fields(self)
 
@@ -97,6 +100,20 @@ class Conformance(Kind):
     cases_share_process: ClassVar = True
     needs_ceilings: ClassVar = False
     calls_in_subprocess: ClassVar = True
+
+    def read(self, fields: Mapping[str, Any]) -> ConformanceCase:
+        """The case with these fields. Raises ValueError for a name that is none of a problem or verdict."""
+        from attnsuite.testing import problems, verdicts  # noqa: PLC0415 (as below)
+
+        case = typed.convert(fields, ConformanceCase)
+        known = (TAKES, *verdicts.VERDICTS, *problems.CASES)
+        if case.number is None and case.problem not in known:
+            near = ", ".join(difflib.get_close_matches(case.problem, known, n=_NEAREST, cutoff=0))
+            raise ValueError(
+                f"name = {typed.quoted(case.problem)} is no problem and no verdict of attnsuite.testing; of these "
+                f"{len(known)} the nearest are {near}"
+            )
+        return case
 
     def cells(self, case: ConformanceCase, request: Request) -> Iterable[Cell]:
         """A cell per backend; whether it takes the problem is found when it is judged."""

@@ -12,7 +12,7 @@ import tyro
 from ..errors import InputError
 from .flags import NO_RESULT, DType, OnFleet, directory_of, flag, fleet_of, limits_of, progress, resuming, tell
 
-_RANDOM = 24  # problems for backends that are named
+_RANDOM, _MOST = 24, 10**5  # random problems: of backends that are named, and of one run
 _WHEN_RESUMED = ("require", "badge", "cell_timeout")
 
 
@@ -60,6 +60,8 @@ def run(command: Judge) -> int:
     for name, value in (("random", random), ("first", command.first), ("seed", seed)):
         if value < 0:
             raise InputError(f"--{name} {value} must be 0 or more.")
+    if random > _MOST:
+        raise InputError(f"--random {random} must be at most {_MOST}; --first begins at a later one.")
     required = checked_verdicts(command.require or "")
     out, limits = directory_of(command, "judge"), limits_of(command.cell_timeout)
     if command.resume:

@@ -172,6 +172,10 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--out", "c.npz"], "must end in .safetensors"),
         (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
     ],
+    "judge": [
+        (["--random", "-1"], "--random -1 must be 0 or more"),
+        (["--random", "9" * 12], "must be at most 100000; --first begins at a later one"),
+    ],
     "convert": [
         (["--input", "nowhere"], "cannot be read"),
         (["--input", "in", "--output", "in"], "already exists and is not empty"),

@@ -98,6 +98,14 @@ def test_a_swept_value_is_spelled_in_the_letters_of_a_name(read):
         ("name = 3\n" + TINY, "line 1 (name): name = 3 must be text or nothing"),
         ('peers = "torch"\n' + TINY, "line 1 (peers): peers = 'torch' must be a list"),
         ("all_cores = 2\n" + TINY, "line 1 (all_cores): all_cores = 2 must be true or false"),
+        (
+            '[[case]]\nkind = "conformance"\nname = "plane"',
+            "line 3 (name): case plane: name = 'plane' is no problem",
+        ),
+        (
+            '[[case]]\nkind = "conformance"\nnumber = -1',
+            "line 3 (number): a case of kind conformance: number = -1",
+        ),
         ("[[case]]\nsequence = 64", "line 1: kind = nothing is not a kind of case"),
         ('[[case]]\nkind = "op_sideways"', "line 2 (kind): kind = 'op_sideways' is not a kind of case"),
         (f'{FORWARD}sequence = "long"', "sequence = 'long' must be an integer from 1"),
