@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
@@ -15,30 +16,30 @@ from tabulate import tabulate
 from attnsuite.suite import typed
 from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase, ConformanceFacts, answer_of
 from attnsuite.suite.record import Record
+from attnsuite.testing.problems import CASES
 from attnsuite.testing.shapes import PLATFORM_FAILS
 from attnsuite.testing.verdicts import VERDICTS
 
 from ..environment import date_of, versions_of
+from ..formatting import code, escape
 
+_SIZES = {"query_length": "T", "key_value_length": "S", "num_heads": "heads", "head_dim": "D"}
 _NAMED = 4  # problems that are named beside a reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
-    """How a text is written: what stands before a title and a heading, what encloses a name, tabulate's format."""
+    """How a text is written: what stands before a title and a heading, a name, text of others, and tables."""
 
     title: str
     heading: str
-    quote: str
+    name: Callable[[str], str]
+    text: Callable[[str], str]
     table: str
 
-    def name(self, text: str) -> str:
-        """A name of a backend or of a command."""
-        return f"{self.quote}{text}{self.quote}"
 
-
-MARKDOWN = Form("# ", "## ", "`", "pipe")
-PLAIN = Form("", "", "", "plain")
+MARKDOWN = Form("# ", "## ", code, escape, "pipe")
+PLAIN = Form("", "", str, str, "plain")
 
 
 def title(records: Sequence[Record], form: Form) -> Iterator[str]:
@@ -79,19 +80,21 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
     for name, group in _by_backend(records):
         yield from ("", f"{form.heading}{form.name(name)}", "")
         yield from (
-            f"{record.facts.message}\n" for record in group if record.case == TAKES and record.facts is not None
+            f"{form.text(record.facts.message or '')}\n"
+            for record in group
+            if record.case == TAKES and record.facts is not None
         )
         rows = [_right(group)] if _problems(group) else []
         for record in (record for verdict in VERDICTS for record in group if record.case == verdict):
             message = record.facts.message if record.facts is not None else " ".join(record.reasons) or record.error
-            rows.append((record.case, answer_of(record), message or ""))
+            rows.append((record.case, answer_of(record), form.text(message or "")))
         if isolates := _isolates(group):
             rows.append(("NaN stays out", *isolates))
         yield from tabulate(rows, ("verdict", "answer", "what was found"), tablefmt=form.table).splitlines()
         worst = _worst(group)
         if worst is not None:
             message = worst.error or (worst.facts.message if worst.facts is not None else "")
-            yield from ("", f"The worst: {worst.case}: {message} These lines show it again:", "")
+            yield from ("", f"The worst: {worst.case}: {form.text(message or '')} These lines show it again:", "")
             yield from _fenced(reproducer(worst), form)
 
 
@@ -127,7 +130,8 @@ def faults(records: Sequence[Record], form: Form) -> Iterator[str]:
             yield from ("", f"{form.heading}{form.name(name)}: wrong", "")
         for record in wrong:
             drawn = record.facts.drawn if isinstance(record.facts, ConformanceFacts) else None
-            yield f"- {record.case}: {record.status}: {record.error}{f' Drawn: {drawn}' if drawn else ''}"
+            error = f"{record.error}{f' Drawn: {drawn}' if drawn else ''}"
+            yield f"- {record.case}: {record.status}: {form.text(error)}"
 
 
 def unsupported(records: Sequence[Record], form: Form) -> Iterator[str]:
@@ -143,7 +147,7 @@ def unsupported(records: Sequence[Record], form: Form) -> Iterator[str]:
         for reason, cases in sorted(against.values(), key=lambda refusal: -len(refusal[1])):
             asks, _, accepted = reason.partition(f" is not supported by {name} ")
             phrase = f"{asks} {accepted.partition('; use ')[0].rstrip('.')}" if accepted else reason.rstrip(".")
-            yield f"- {phrase}: {_some(list(dict.fromkeys(cases)))}"
+            yield f"- {form.text(phrase)}: {_some(list(dict.fromkeys(cases)))}"
         failing = [record for record in _problems(group) if _is_of_the_platform(record)]
         if failing:
             yield from ("", f"Not judged: {_some([r.case for r in failing])}. {failing[0].reasons[0]}")
@@ -209,7 +213,20 @@ def _right(group: Sequence[Record]) -> tuple[str, str, str]:
         return "right", "no", f"{wrong} of the {taken} problems that it takes are wrong{more}"
     shares = [(r.facts.share, r.case) for r in _problems(group) if _is_right(r) and r.facts.share is not None]
     near = "; nearest to the bound: {1} with {0:.0%} of what is allowed".format(*max(shares)) if shares else ""
-    return "right", "yes", f"for what it takes: all of {taken} problems{more}{near}"
+    return "right", "yes", f"for what it takes: all of {taken} problems{_largest(group)}{more}{near}"
+
+
+def _largest(group: Sequence[Record]) -> str:
+    """How large the problems are that are right: at other sizes nothing was asked."""
+    found = []
+    for record in filter(_is_right, _problems(group)):
+        case = CASES.get(typed.convert(record.problem, ConformanceCase).problem)
+        named = () if case is None else zip(_SIZES, (case.sizes[place] for place in (1, 2, 3, 5)), strict=True)
+        drawn = re.findall(rf"'({'|'.join(_SIZES)})': ([0-9]+)", record.facts.drawn or "")
+        found.append({name: int(size) for name, size in (*named, *drawn)})
+    largest = {name: max((sizes[name] for sizes in found if name in sizes), default=0) for name in _SIZES}
+    phrases = [f"{words} {largest[name]}" for name, words in _SIZES.items() if largest[name]]
+    return f" (up to {', '.join(phrases)})" if phrases else ""
 
 
 def _isolates(group: Sequence[Record]) -> tuple[str, str] | None:

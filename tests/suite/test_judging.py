@@ -15,6 +15,7 @@ import pytest
 
 from attnsuite.backends import Target, registry, support
 from attnsuite.reports import render
+from attnsuite.reports.pages import conformance as conformance_page
 from attnsuite.suite import compile_run, judgement, user_function
 from attnsuite.suite.cell import Outcome, Request
 from attnsuite.suite.compile.compilation import rejected
@@ -207,7 +208,8 @@ def test_plain_function_is_right_for_what_it_takes(kernels, tmp_path, capsys):
     code = code_of("judge", f"{kernels}:plain", *words)
     told = capsys.readouterr().out
     assert code == 0
-    assert re.search(r"^right +yes +for what it takes: all of 1 problems; 2 ask for more; nearest", told, re.MULTILINE)
+    asked = r"all of 1 problems \(up to T 160, S 160, heads 4, D 32\); 2 ask for more; nearest"
+    assert re.search(rf"^right +yes +for what it takes: {asked}", told, re.MULTILINE)
     assert "what more problems would need\n\n- " in told
     assert "The worst" not in told
 
@@ -295,6 +297,14 @@ def test_judgement_is_resumed_as_it_was_begun(tmp_path, capsys):
     assert [record.requested for record in parse_records(tmp_path / "out" / RECORDS)[0]] == ["standard", "chunked"]
     code, told = command("judge", "standard", "--resume")
     assert (code, "backends cannot change a run that was begun" in told) == (2, True)
+
+
+def test_what_a_function_raised_breaks_no_table_of_the_page(example_record):
+    asked = dataclasses.replace(example_record, problem={"name": "plain"}, status="crashed", error="<b>|`x`")
+    rows = [dataclasses.replace(asked, case=name) for name in ("plain", "isolates")]
+    page = conformance_page.files(rows, None)["report.md"]
+    assert "| isolates  | crashed  | \\<b\\>\\|\\`x\\` " in page
+    assert "- plain: crashed: \\<b\\>\\|\\`x\\`\n" in page
 
 
 def test_all_right_needs_something_right_and_nothing_wrong(example_record):
