@@ -61,7 +61,8 @@ def picture(facts: Mapping[str, object], records: Sequence[Record]) -> str:
     """One line of SVG: the name, right or wrong, and the verdicts that are yes."""
     answers = [(record.case, answer_of(record)) for record in records]
     right = "not judged" if not facts["judged"] else "right" if facts["right"] == facts["judged"] else "wrong"
-    parts = [(str(facts["name"]), "#374151"), (right, {"right": _GREEN, "wrong": _RED}.get(right, _GREY))]
+    count = f" {facts['right']}/{facts['judged']}" if facts["judged"] else ""
+    parts = [(str(facts["name"]), "#374151"), (right + count, {"right": _GREEN, "wrong": _RED}.get(right, _GREY))]
     parts += [(name.replace("_", " "), _GREEN) for name in VERDICTS if (name, "yes") in answers]
     x, drawn = 0.0, []
     for text, colour in parts:

@@ -186,6 +186,8 @@ def _reading(ratio: Interval) -> str:
 
 def _statuses(before: Mapping[str, Record], after: Mapping[str, Record], shared: Sequence[str]) -> list[str]:
     changed = [key for key in shared if _state(before[key]) != _state(after[key])]
+    if not shared:
+        return ["## What ran", "The runs share no cell (a cell is a case, a backend, a device and a mode)."]
     if not changed:
         return ["## What ran", f"{plural(len(shared), 'shared cell')}: status, mode and what ran are the same in both."]
     columns = (

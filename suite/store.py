@@ -218,7 +218,8 @@ def require_run(directory: Path) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """The identity of the run in this directory. Raises InputError where there is none or it cannot be read."""
     path = directory / MANIFEST
-    with as_input(f"{path} is damaged or of another version: ", "."):
+    instead = "; without this file a report is made of the records alone, and the run is not resumed."
+    with as_input(f"{path} is damaged or of another version: ", instead):
         data = typed.read_json(path)
         return typed.convert(_converted(data) if isinstance(data, dict) else data, Manifest)
 

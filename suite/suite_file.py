@@ -79,7 +79,7 @@ class LineNumbers:
 def read_suite_file(path: Path) -> tuple[SuiteFile, tuple[Case, ...]]:
     """The content of a suite file, and its cases with every sweep written out. Raises InputError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write the mark
         data = tomllib.loads(text)
     except OSError as error:
         raise InputError(f"suite file {path} cannot be read: {error.strerror}.") from error
@@ -87,7 +87,9 @@ def read_suite_file(path: Path) -> tuple[SuiteFile, tuple[Case, ...]]:
         raise InputError(f"suite file {path} is nested too deeply.") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"suite file {path} is not valid TOML: {error}.") from error
-    except ValueError as error:  # UTF-8; an integer of thousands of digits
+    except UnicodeDecodeError as error:
+        raise InputError(f"suite file {path} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
+    except ValueError as error:  # an integer of thousands of digits
         raise InputError(f"suite file {path}: {error}.") from error
     try:
         read: SuiteFile = typed.convert(data, SuiteFile)

@@ -30,7 +30,7 @@ def run(command: Report) -> int:
     """Render the page of one run, or of several."""
     if command.bundle is not None:
         return _pack(command)
-    if command.run_dir.suffix == ".zip":
+    if _is_zip(command.run_dir) and not command.run_dir.is_dir():
         return _verify(command)
     if command.out is None:
         return show(command.run_dir, *command.others)
@@ -40,10 +40,14 @@ def run(command: Report) -> int:
     return show(command.out)
 
 
+def _is_zip(path: Path) -> bool:
+    return path.suffix.lower() == ".zip"
+
+
 def _pack(command: Report) -> int:
     from ..bundle import pack
 
-    if command.others or command.out is not None or command.bundle is None or command.bundle.suffix != ".zip":
+    if command.others or command.out is not None or command.bundle is None or not _is_zip(command.bundle):
         raise InputError("--bundle takes one run and FILE.zip, as attnsuite report RUN --bundle RUN.zip.")
     if command.bundle.exists():
         raise InputError(f"{command.bundle} exists; give another --bundle.")

@@ -81,6 +81,10 @@ def test_cells_of_one_run_only_are_listed(record, write_run):
     assert "chunked" in told.split("## Only in run A")[1]
 
 
+def test_runs_that_share_no_cell_say_so(record, write_run):
+    assert "The runs share no cell" in runs(write_run, [record("chunked")], [record()])
+
+
 def test_command_line_compares_two_runs(record, write_run, capsys):
     folders = [write_run(record(samples=scaled(record(), factor)), name=str(factor)) for factor in (1.0, 2.0)]
     assert code_of("compare", *folders) == 0

@@ -13,6 +13,8 @@ def test_suite_file_is_refused(tmp_path, refused):
     path = tmp_path / "suite.toml"
     path.write_text("case = 3")
     assert "case = 3 must be a list" in refused("run", "--suite", path, "--out", tmp_path / "run")
+    path.write_bytes(b"name = '\xff'")
+    assert "is not UTF-8 (byte 8); save it as UTF-8." in refused("run", "--suite", path, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -279,7 +279,7 @@ def test_damaged_file_is_one_sentence(packed, at, capsys):
 
 
 def test_verb_packs_verifies_and_unpacks_only_where_it_is_told_to(run_dir, tmp_path, capsys):
-    target = tmp_path / "sent.zip"
+    target = tmp_path / "sent.ZIP"
     assert code_of("report", run_dir, "--bundle", target) == 0
     before = sorted(tmp_path.rglob("*"))
     assert code_of("report", run_dir, "--bundle", target) == 2  # nothing is overwritten

@@ -253,6 +253,7 @@ def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
     assert (badge["right"], badge["judged"]) == (1, 1)
     assert badge["code"] == user_function.digests([f"{kernels}:plain"])[f"{kernels}:plain"]
     picture = next(out.glob("badge-*.svg")).read_text()
+    assert ">right 1/1<" in picture
     assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314 (written above)
     assert ">deterministic</text>" in picture
     assert ">isolates</text>" not in picture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.kinds.op_case import is_plain, spec_of
 from attnsuite.suite.schema import BEGIN, generated
 from attnsuite.suite.suites import SUITES, find_suite
+from attnsuite.suite.verbs.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suite-files.md"
 FORWARD = '[[case]]\nkind = "op_forward"\n'
@@ -174,6 +176,14 @@ def test_mask_of_a_readers_own_has_a_case_a_policy_and_pairs(tmp_path):
     assert visible_pairs(case) == sum(k % 3 == 1 for q in range(12) for k in range(q + 1))
     assert problem_of(spec)["mask_function"] == "every_third(1)"
     assert not is_plain(dataclasses.asdict(case))
+
+
+def test_mark_that_editors_on_windows_write_is_no_part_of_the_file(read):
+    assert read(f"\ufeff{TINY}") == ["first"]
+
+
+def test_help_names_every_suite():
+    assert [name for name in SUITES if not re.search(rf"[ \"]{name}[ ,]", inspect.getsource(Run))] == []
 
 
 def test_words_that_are_no_mask_name_those_that_are(read):
