@@ -170,8 +170,9 @@ class KVCache:
 
         Raises ValueError if a sequence has no room for all ``new`` tokens, padding included.
         """
-        valid = np.full(self.batch, new, np.int32) if lengths is None else np.asarray(lengths, np.int32)
-        if valid.shape != (self.batch,) or valid.min() < 1 or valid.max() > new:
+        valid = np.full(self.batch, new) if lengths is None else np.asarray(lengths)
+        whole = np.issubdtype(valid.dtype, np.integer) and valid.shape == (self.batch,)
+        if not whole or valid.min() < 1 or valid.max() > new:
             raise ValueError(
                 f"lengths={valid.tolist()} must hold {self.batch} integers from 1 to {new}, one per sequence."
             )
@@ -181,7 +182,7 @@ class KVCache:
                 f"the cache has {self.capacity} slots per sequence, {used} of them filled, and {new} more do not fit; "
                 f"make one with a capacity of at least {used + new}."
             )
-        return self.lengths + valid
+        return self.lengths + valid.astype(np.int32)
 
     def table_after(self, lengths: Int[np.ndarray, " batch"]) -> Int[np.ndarray, "batch pages_per_sequence"] | None:
         """The page table with a page for each of ``lengths`` slots; None if the cache is not paged.

@@ -54,6 +54,10 @@ def generate(
     (1, 4)
     """
     _check_numbers(max_new_tokens, temperature, top_p)
+    stops = [] if stop_token is None else list(stop_token) if isinstance(stop_token, Collection) else [stop_token]
+    for token in stops:
+        if not isinstance(token, int | np.integer) or not 0 <= token < model.config.vocab_size:
+            raise ValueError(f"stop_token={token!r}: this model has tokens 0 to {model.config.vocab_size - 1}.")
     if padding_mask is not None and lengths is not None:
         raise ValueError("lengths and padding_mask both say where the padding is; give one of them.")
     tokens = check_tokens(tokens, model.config.vocab_size)
@@ -67,7 +71,6 @@ def generate(
     found = planned(model.config, call, batch=tokens.shape[0], query_length=1, needs_grad=False, **cache.problem)
     params = model.arrays()
     made, stopped = [latest], np.zeros(tokens.shape[0], bool)
-    stops = list(stop_token) if isinstance(stop_token, Collection) else [] if stop_token is None else [stop_token]
     for step in range(1, max_new_tokens):
         if stops:
             stopped |= np.isin(np.asarray(latest), stops)

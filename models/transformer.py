@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from attnsuite.backends import Resolution, masks
 
-from .cache import KVCache, default_dtype
+from .cache import KVCache, default_dtype, slot_shapes
 from .config import AttentionType, ModelConfig
 from .forward_pass import forward, forward_cached
 from .padding import segment_ids_of
@@ -159,6 +159,9 @@ class Transformer(nnx.Module):
         batch, length = tokens.shape
         if batch != cache.batch:
             raise ValueError(f"tokens has {batch} rows, but the cache was made for {cache.batch}; they must be equal.")
+        shapes = tuple(x.shape for x in cache.keys)
+        if shapes != (expected := slot_shapes(self.config, shapes[0][0], shapes[0][2])[0]):
+            raise ValueError(f"the cache has keys of shapes {shapes}, this model {expected}; make it one of its own.")
         after = cache.lengths_after(length, lengths)
         table = cache.table_after(after)
         tree = None if parents is None else _tree(tuple(parents), length, cache, lengths)

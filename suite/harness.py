@@ -112,7 +112,7 @@ class SuiteLM(TemplateLM):
             place = str(directory.resolve())  # a relative one may be called as a model is
             self._model = model_of(place, "model", **overrides)
             self._reader = reader_of(place, self._model.config)
-            self._ends = _end_tokens(directory)
+            self._ends = _end_tokens(directory).intersection(range(self._model.config.vocab_size))
         flags = {
             "calibration": calibration,
             "schedule": schedule,

@@ -160,6 +160,11 @@ def test_a_backend_that_takes_no_values_in_keys_gets_values():
         (lambda m: m.prefill(tokens_for(2, 4), m.new_cache(1, 8)), "tokens has 2 rows, but the cache was made for 1"),
         (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[5]), r"lengths=\[5\] must hold 1 integers"),
         (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[0]), r"lengths=\[0\] must hold"),
+        (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[3.5]), r"lengths=\[3.5\] must hold"),
+        (
+            lambda m: m.prefill(tokens_for(1, 4), one_layer("global").new_cache(1, 8)),
+            r"the cache has keys of shapes .* make it one of its own",
+        ),
         (lambda m: m.decode(tokens_for(1, 2), m.new_cache(1, 8)), "decoding takes one token per row"),
         (lambda m: m.new_cache(1, 0), "capacity=0 must be an integer"),
         (lambda m: m.new_cache(1, 8, "int4"), "dtype='int4' is not supported; use one of float32,.*, float8_e4m3fn"),
