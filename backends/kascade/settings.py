@@ -179,7 +179,8 @@ class Tiling:
         else:
             local = -(-rows // unit)
         # Without positions the last query tile begins at a slot that is known.
-        candidates = units if spec.has_positions else min((spec.query_length - 1) // rows * rows // unit, units)
+        whole = spec.key_value_length // unit  # what the end of the keys cuts is never selected
+        candidates = whole if spec.has_positions else min((spec.query_length - 1) // rows * rows // unit, whole)
         budgets = budget(settings, unit, candidates)
         return Tiling(
             rows, -(-spec.query_length // rows), unit, units, local, int(budgets[-1]), tuple(budgets.tolist())

@@ -243,6 +243,14 @@ def test_keys_may_end_inside_the_first_unit_or_the_first_group_of_units(length, 
     jax.tree.map(np.testing.assert_array_equal, selection, problem.selection())
 
 
+def test_fewer_keys_than_a_tile_are_its_local_region():
+    """Of one KV head and one sequence: a whole tile cannot be read, and there is none to select."""
+    query, key = jnp.ones((1, 1, 2, 8)), jax.random.normal(jax.random.key(0), (1, 30, 1, 8))
+    call = {"is_causal": True, "query_positions": [[29]], "key_value_seq_lengths": [30], "on_unavailable": "raise"}
+    out, expected = (attention(query, key, key, backend=name, **call) for name in ("kascade", "standard"))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 def test_op_level_call_is_an_anchor():
     x = sparse()
     options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
