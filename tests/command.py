@@ -18,6 +18,22 @@ from attnsuite.suite.command_line import main
 from attnsuite.suite.grid import executors, references, run_grid
 from attnsuite.suite.record import Record
 
+# A suite file with two cases that take no time.
+TINY = """
+[[case]]
+kind = "op_forward"
+sequence = 64
+heads = 2
+kv_heads = 1
+name = "first"
+
+[[case]]
+kind = "op_forward_backward"
+sequence = 64
+heads = 2
+kv_heads = 2
+name = "second"
+"""
 # A record with nothing in it.
 EMPTY = Record(
     key="c/standard/cpu/native",

@@ -106,7 +106,7 @@ def test_key_that_is_not_finite_spoils_the_rows_that_see_it_and_no_other(backend
     holds(compiled(problem, backend), problem, number)
 
 
-def holds(run, problem, number, places=PLACES):
+def holds(run, problem, number, places=PLACES, wholly=False):
     """Rows that see a slot are NaN; all others, and gradients of what they and no spoilt row see, keep their bits."""
     spec, layout = PROBLEMS[problem]
     query, key, value = inputs(spec)
@@ -123,8 +123,27 @@ def holds(run, problem, number, places=PLACES):
             found = [np.asarray(x) for x in run(query, *arrays)]
             # One number in a value is one of the output's; an infinite score is a probability of zero or of one.
             assert np.isinf(number) or np.isnan(found[0][seen]).any(-1).all()
+            assert not wholly or np.isnan(found[0][seen]).all()
             for (name, where), x, clean in zip(reached.items(), found, expected, strict=False):
                 np.testing.assert_array_equal(x[~where], clean[~where], name)
+
+
+@pytest.mark.flash_cpu
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_decode_step_of_flash_cpu_is_nan_where_it_sees_what_is_not_finite_and_only_there(soft_cap, number):
+    pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
+    spec, layout = PROBLEMS["decode"]
+    spec = dataclasses.replace(spec, logits_soft_cap=soft_cap)
+    holds(run_of(spec, layout, "flash_cpu"), "decode", number, wholly=True)
+    # In a query: the second sequence has no key, and its rows stay zero.
+    run = run_of(spec, dataclasses.replace(layout, key_value_seq_lengths=jnp.asarray([150, 0])), "flash_cpu")
+    query, key, value = inputs(spec)
+    (expected,) = run(query, key, value)
+    query[:, 0, 2, 3] = number
+    (found,) = run(query, key, value)
+    assert np.isnan(found[0, 0, 2]).all()
+    np.testing.assert_array_equal(found.at[0, 0, 2].set(expected[0, 0, 2]), expected)
 
 
 @pytest.mark.flash_cpu

@@ -10,7 +10,6 @@ import pytest
 from attnsuite.models import ModelConfig, RopeScaling, Transformer
 from attnsuite.models.forward_pass import documents, forward
 from attnsuite.models.planning import resolve_attention
-from attnsuite.models.rope import inverse_frequencies
 from landing import swept
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12}
@@ -78,11 +77,29 @@ def linear(scope, name, x, rows=slice(None)):
     return x @ scope[name][rows].T + (0 if bias is None else bias[rows])
 
 
+def frequencies_by_the_book(head_dim, theta, scaling):
+    """transformers' llama3 rule, one frequency at a time, rounded once."""
+    out = []
+    for i in range(0, head_dim, 2):
+        frequency = 1.0 / theta ** (i / head_dim)
+        if scaling is not None:
+            wavelength = 2 * math.pi / frequency
+            if wavelength > scaling.original_max_length / scaling.low_freq_factor:
+                frequency /= scaling.factor
+            elif wavelength >= scaling.original_max_length / scaling.high_freq_factor:
+                smooth = (scaling.original_max_length / wavelength - scaling.low_freq_factor) / (
+                    scaling.high_freq_factor - scaling.low_freq_factor
+                )
+                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        out.append(frequency)
+    return np.array(out, np.float32).astype(np.float64)
+
+
 def turn(config, x):
     if not config.use_rope:
         return x
     half = x.shape[1] // 2
-    frequencies = inverse_frequencies(2 * half, config.rope_theta, config.rope_scaling).astype(np.float64)
+    frequencies = frequencies_by_the_book(2 * half, config.rope_theta, config.rope_scaling)
     turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)
     return np.concatenate([turned.real, turned.imag], -1)
 

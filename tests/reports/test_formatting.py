@@ -51,7 +51,3 @@ def test_intervals_are_scipys(count):
 def test_unpaired_ratio_of_like_samples_includes_one():
     samples = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95]
     assert statistics.unpaired_ratio(samples, samples).excludes(1.0) is False
-
-
-def test_series_of_other_lengths_are_not_paired():
-    assert statistics.paired_difference([1.0, 2.0], [1.0]) is None

@@ -15,7 +15,7 @@ import pytest
 from attnsuite.suite.command_line import main
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import RunStore
-from command import EMPTY, bring_workers_here, installed, known_machine
+from command import EMPTY, TINY, bring_workers_here, installed, known_machine
 
 FAULTY = """
 import dataclasses, os, signal, time
@@ -80,22 +80,6 @@ FAULTY_NAMES = (
     *UNASKABLE,
 )
 
-TINY = """
-[[case]]
-kind = "op_forward"
-sequence = 64
-heads = 2
-kv_heads = 1
-name = "first"
-
-[[case]]
-kind = "op_forward_backward"
-sequence = 64
-heads = 2
-kv_heads = 2
-name = "second"
-"""
-
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -124,6 +108,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "tiny.toml"
     path.write_text(TINY)
     return path
+
+
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that comes with the package, as a directory of one's own."""
+    from attnsuite.models import load_shipped, save  # noqa: PLC0415 (few of these tests have a model)
+
+    directory = tmp_path_factory.mktemp("shipped") / "tiny"
+    save(load_shipped(), directory)
+    return directory
 
 
 @pytest.fixture

@@ -41,13 +41,6 @@ PROSE = load_text().held_out
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("shipped") / "tiny"
-    save(load_shipped(), directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("untrained") / "noise"
     save(Transformer(ModelConfig.from_preset("debug", num_layers=2)), directory)

@@ -13,7 +13,6 @@ import pytest
 
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.kascade import manual
-from attnsuite.models import load_shipped, save
 from attnsuite.suite import model_suite
 from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.kinds import model_program
@@ -41,13 +40,6 @@ def on(monkeypatch):
         return target
 
     return pretend
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("shipped") / "tiny"
-    save(load_shipped(), directory)
-    return directory
 
 
 def planned(cases, rows):

@@ -1,16 +1,13 @@
-"""With both compilers installed: what compiles for TPUs and GPUs that are not here, and what must be rejected.
-
-`tox -e compile` installs them and requires them; elsewhere these tests are skipped for want of a compiler.
-"""
+"""With both compilers installed: what compiles for TPUs and GPUs that are not here, and what must be rejected."""
 
 from __future__ import annotations
 
-import os
 from importlib import util
 from pathlib import Path
 
 import pytest
 
+import compilers
 from attnsuite.backends import Target
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.compile import launches, topologies, tpu_schedules
@@ -23,15 +20,7 @@ from attnsuite.suite.store import RECORDS, parse_records
 from command import installed
 from landing import is_landing, swept
 
-REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
-MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.compile,
-    pytest.mark.skipif(
-        bool(MISSING) and REQUIRED not in os.environ,
-        reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
-    ),
-]
+pytestmark = compilers.needed
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "compiled" / RECORDS
 
@@ -167,7 +156,7 @@ def run(tmp_path_factory, attnsuite, illegal):
 
 
 def test_compilers_are_here_where_they_are_required():
-    assert not MISSING
+    assert not compilers.MISSING
 
 
 @pytest.mark.parametrize("case", ["packed", "forward", "decode", "prefill"])

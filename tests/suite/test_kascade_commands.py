@@ -99,18 +99,9 @@ def not_a_number(prompt):
     def test_writes_a_calibration_and_shows_a_schedule(self, tmp_path, capsys):
         (tmp_path / "mine.py").write_text(self.FILE)
         out = tmp_path / "c.safetensors"
-        command = [
-            "calibrate",
-            "--model",
-            f"{tmp_path}/mine.py:layers_of",
-            "--out",
-            out,
-            "--prompts",
-            2,
-            "--length",
-            256,
-        ]
-        assert code_of(*command, "--anchors", "2") == 0
+        source = f"{tmp_path}/mine.py:layers_of"
+        sizes = ("--prompts", 2, "--length", 256, "--anchors", 2)
+        assert code_of("calibrate", "--model", source, "--out", out, *sizes) == 0
         assert "schedule dp, anchors 0, " in capsys.readouterr().out
         assert load_calibration(out).num_layers == 4
 

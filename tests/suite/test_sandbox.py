@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from command import known_machine
+from command import TINY, known_machine
 
 ALONE = ("unshare", "--map-root-user", "--net")
 FILES = (
@@ -108,26 +108,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
     return Box(root)
 
 
-SUITE = """
-[[case]]
-kind = "op_forward"
-sequence = 16
-heads = 1
-kv_heads = 1
-name = "first"
-
-[[case]]
-kind = "op_forward"
-sequence = 32
-heads = 1
-kv_heads = 1
-name = "second"
-"""
-
-
 def run_words(box: Box, case: str, out: Path) -> tuple[object, ...]:
     suite = box.root / "tiny.toml"
-    suite.write_text(SUITE)
+    suite.write_text(TINY)
     return ("run", "--suite", suite, "--backends", "standard", "--cases", case, "--out", out)
 
 

@@ -1,27 +1,15 @@
-"""Kascade's kernels compiled for a TPU and a GPU that are not here, from shapes alone; nothing is run.
-
-`tox -e compile` has the compilers and requires them; elsewhere these tests are skipped.
-"""
+"""Kascade's kernels compiled for a TPU and a GPU that are not here, from shapes alone; nothing is run."""
 
 import json
-import os
-from importlib import util
 
 import pytest
 
+import compilers
 from attnsuite.suite.compile import topologies
 from landing import is_landing
 from script import printed
 
-REQUIRED = "ATTNSUITE_COMPILERS_REQUIRED"
-MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.compile,
-    pytest.mark.skipif(
-        bool(MISSING) and REQUIRED not in os.environ,
-        reason=f"not installed: {', '.join(MISSING)} (tox -e compile has them)",
-    ),
-]
+pytestmark = compilers.needed
 
 # One process per kind of device: neither compiler allows two in one.
 PROGRAM = """
@@ -107,10 +95,6 @@ def answers(request, tmp_path_factory):
     words = (request.param, *(["oversized"] if request.param in OVERSIZED else []))
     folder = tmp_path_factory.mktemp(request.param)
     return json.loads(printed(PROGRAM, *words, folder=folder, **topologies.ENVIRONMENT).rpartition("ANSWER")[2])
-
-
-def test_compilers_are_here_where_they_are_required():
-    assert not MISSING
 
 
 def test_kernels_compile_in_memory_that_is_linear_in_the_length(answers):

@@ -45,7 +45,7 @@ def test_blocks_are_those_of_the_grid_that_the_block_sizes_give():
     from attnsuite.backends.kvax import build
 
     blocks = Passes(FlashAttentionParamsConfig(64, 128, 4, 2), FlashAttentionParamsConfig(64, 32, 4, 2))
-    launches = build.record_launches(spec(batch=2), blocks)
+    launches = build.record_launches(spec(B=2), blocks)
     assert [(launch.kernel.fn.__name__, launch.blocks) for launch in launches] == [
         (MASKS[0], 2 * 2048 // 64),
         (MASKS[1], 2 * 2048 // 32),  # in the backward pass queries and keys swap their sizes
