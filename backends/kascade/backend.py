@@ -27,10 +27,9 @@ from ..resolve import resolve
 from ..sharding import MeshAxes
 from . import tuned_options
 from .backward import differentiable
-from .cost import runs_dense
+from .cost import runs_dense, selected_share
 from .kernels import Kernels
 from .schedule import LayerRole, manual
-from .selected_pairs import selected_share
 from .selection import Selection, TileLayout
 from .settings import OPTIONS as ACCEPTED
 from .settings import Kernel, Settings, Tiling

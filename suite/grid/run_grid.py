@@ -188,6 +188,7 @@ def resumed_request(
         raise InputError(
             f"the run in {out} timed code of yours ({', '.join(yours)}), which may have changed since; start a new run."
         )
+    was = None if manifest.text is None else TextFile(manifest.text.path, manifest.text.field)
     try:
         stored = RunGrid(
             suite=manifest.suite,
@@ -199,7 +200,7 @@ def resumed_request(
             file=manifest.file,
             shard=None if manifest.shard is None else parse_shard(manifest.shard),
             sample_seconds=manifest.sample_seconds,
-            text=text.resolved() if text else _text_of(manifest.text),
+            text=text.resolved() if text else was,
             out=out,
             resume=True,
             limits=limits,
@@ -325,10 +326,6 @@ def measured_machine() -> Machine:
             return worker.ask(_PROBE_SECONDS, work.measure_machine)
         except CellFailure as failure:
             raise InputError(f"this machine's peak cannot be measured: {failure.message}") from failure
-
-
-def _text_of(stored: TextIdentity | None) -> TextFile | None:
-    return None if stored is None else TextFile(stored.path, stored.field)
 
 
 def _text_identity(text: TextFile) -> TextIdentity:

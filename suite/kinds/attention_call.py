@@ -14,18 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnsuite.backends import (
-    AttentionSpec,
-    Backend,
-    Layout,
-    Plan,
-    Sharded,
-    Target,
-    oracle,
-    registry,
-    resolve,
-    support,
-)
+from attnsuite.backends import AttentionSpec, Backend, Layout, Plan, Sharded, Target, oracle, registry, resolve, support
 from attnsuite.backends import plan as plan_whole
 from attnsuite.backends.devices import usable_cores
 from attnsuite.backends.features import Mode, Options

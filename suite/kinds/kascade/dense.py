@@ -70,7 +70,8 @@ def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:
             check_plain_logits(config)
         read_text(case, config, text)
         if case.calibration:
-            _check_calibration(case)
+            with as_input("--calibration "), checkpoint_of(case.model) as directory:
+                load(case.calibration, open_checkpoint(directory))
     else:
         config = case_model(case).config
     beyond = [layer for layer in anchor_layers(case) if layer > config.num_layers - (case.schedule == "manual")]
@@ -120,11 +121,6 @@ def schedules(case: SelectionCase, model: Transformer, path: Path) -> dict[str, 
     flags = ScheduleFlags(schedule=case.schedule, anchors=",".join(map(str, anchor_layers(case))), **limits)
     rule = case.schedule if case.schedule in GREEDY_RULES else "greedy"
     return {"case": flags.made(calibration), "greedy": greedy(calibration, **limits, rule=rule)}
-
-
-def _check_calibration(case: SelectionCase) -> None:
-    with as_input("--calibration "), checkpoint_of(case.model) as directory:
-        load(case.calibration, open_checkpoint(directory))
 
 
 def _calibration_path(path: Path) -> Path:
