@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from .record import Status
+if TYPE_CHECKING:
+    from .record import Status
 
 
 class InputError(ValueError):
