@@ -94,7 +94,7 @@ def load(reference: str) -> tuple[FunctionBackend, str]:
         )
     plain = found_out(found)
     # What it raised is the reason for all that was not found out.
-    because = dict.fromkeys(FEATURES, f"which raised {plain.error}") if plain.error else {}
+    because: dict[str, str] = dict.fromkeys(FEATURES, f"which raised {plain.error}") if plain.error else {}
     takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"), because=because)
     return from_function(found, takes=takes, name=reference), str(plain)
 
