@@ -150,6 +150,8 @@ def make_spec(
 
 def fit(spec: AttentionSpec, layout: Layout) -> Layout:
     """The layout as backends take it: :func:`check_layout`'s, with lengths between 0 and all slots."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout={layout!r} is no Layout; give Layout(mask=...), with the name of each array.")
     layout = check_layout(spec, layout)
     lengths = layout.key_value_seq_lengths
     if isinstance(lengths, np.ndarray | jax.Array):  # a number above the keys means all of them, one below 0 none
@@ -239,6 +241,8 @@ def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
 
 def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
     """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
+    if not isinstance(terms, Terms):
+        raise TypeError(f"terms={terms!r} is no Terms; give Terms(bias=...), with the name of each operand.")
     announced = frozenset() if spec is None else spec.announced_terms
     for field in dataclasses.fields(terms):
         name, present = field.name, getattr(terms, field.name) is not None

@@ -86,6 +86,9 @@ class Mask:
     def __invert__(self) -> Mask:
         return Inverted(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"a mask is neither true nor false; join {self} by &, | and ~ for `and`, `or` and `not`.")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Combined(Mask):
@@ -255,10 +258,11 @@ class Tree(Mask):
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.parents or not all(-1 <= parent < i for i, parent in enumerate(self.parents)):
+        whole = isinstance(self.parents, tuple) and all(isinstance(x, int | np.integer) for x in self.parents)
+        if not whole or not self.parents or not all(-1 <= parent < i for i, parent in enumerate(self.parents)):
             raise ValueError(
                 f"parents={self.parents} must hold for each node the index of an earlier one, or -1 for the context, "
-                "such as (-1, 0, 0, 1)."
+                "as a tuple such as (-1, 0, 0, 1)."
             )
 
     @property

@@ -34,8 +34,9 @@ def merge_parts(parts: Sequence[State]) -> State:
     >>> bool(jnp.allclose(merge_parts(parts)[0], attention(x, x, x), atol=1e-6))
     True
     """
-    if not parts:
-        raise ValueError("parts is empty; give at least one pair of output and log-sum-exp.")
+    parts = list(parts)
+    if not parts or not all(isinstance(part, tuple | list) and len(part) == 2 for part in parts):
+        raise ValueError("parts is empty or no list of pairs; give at least one pair of output and log-sum-exp.")
     outs, sums = zip(*parts, strict=True)
     for number, (out, log_sum_exp) in enumerate(parts):
         expected = (outs[0].shape, outs[0].dtype, outs[0].shape[:-1], jnp.dtype(jnp.float32))

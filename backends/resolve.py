@@ -21,7 +21,7 @@ from .devices import Target
 from .features import Mode, Options
 from .layout import Layout
 from .spec import AttentionSpec
-from .support import plan_accepted, support
+from .support import check_kinds, plan_accepted, support
 
 OnUnavailable = Literal["fallback", "raise"]
 
@@ -128,6 +128,7 @@ def resolve(
     ``on_unavailable="raise"``, or if no backend supports the spec.
     """
     target, options = Target.here() if target is None else target, as_options(options)
+    check_kinds(target)
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
     valid, followed = None, Decision(None, "")

@@ -59,6 +59,8 @@ class MeshAxes:
         if not named:
             raise ValueError("MeshAxes names no axis; give at least one of data, heads and context.")
         every = [name for axes in named.values() for name in _names(axes)]
+        if not all(isinstance(name, str) for name in every):
+            raise ValueError(f"{named} does not name axes; give each dimension a name, or a tuple of names.")
         if len(set(every)) < len(every):
             raise ValueError(f"{named} shards two dimensions over one axis; give each an axis of its own.")
         if self.exchange not in get_args(Exchange):
@@ -104,8 +106,9 @@ class Sharded:
     axes: MeshAxes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.backend, Backend) or not isinstance(self.axes, MeshAxes):
-            raise ValueError(  # noqa: TRY004 (a value)
+        is_backend = isinstance(self.backend, Backend) and not isinstance(self.backend, type)
+        if not is_backend or not isinstance(self.axes, MeshAxes):
+            raise ValueError(
                 f"Sharded({self.backend!r}, mesh, {self.axes!r}) is not accepted; give a backend, a mesh and MeshAxes, "
                 "such as Sharded(backends.get('chunked'), mesh, MeshAxes(heads='model'))."
             )
@@ -347,7 +350,7 @@ def balanced_order(length: int, devices: int) -> Int[np.ndarray, " length"]:
     >>> balanced_order(8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    if length < 1 or length % (2 * devices):
+    if min(length, devices) < 1 or length % (2 * devices):
         raise ValueError(
             f"length={length} cannot be cut into {2 * devices} equal pieces; pad it to a multiple of that."
         )

@@ -30,7 +30,7 @@ def support(
     An error of the backend becomes the reason. Unknown options are not a reason, since :func:`plan` raises ValueError
     for them. Raises TypeError for a name in the place of a backend or a target.
     """
-    check_kinds(backend, target)
+    check_kinds(target, backend)
     try:
         takes = takes_of(backend, target, mode)
         spec = as_read(spec, takes)
@@ -44,7 +44,7 @@ def support(
     return Support(reasons)
 
 
-def check_kinds(backend: Any, target: Any) -> None:
+def check_kinds(target: Any, backend: Any = None) -> None:
     """Raise TypeError for a name in the place of what it names."""
     if isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is a name; give the backend, backends.get({backend!r}).")

@@ -175,6 +175,11 @@ def test_what_is_no_mask_function_is_refused(function: Any, words: str) -> None:
         dataclasses.replace(SPEC, mask_function=function)
 
 
+def test_a_mask_has_no_truth_value() -> None:
+    with pytest.raises(TypeError, match=r"join causal by &, | and ~ for `and`, `or` and `not`"):
+        masks.Causal() and masks.Prefix(3)  # pyright: ignore[reportUnusedExpression]  (Python would take the second)
+
+
 def test_a_function_of_a_traced_number_is_refused_in_a_sentence() -> None:
     def run(length: jax.Array) -> jax.Array:
         x = jnp.ones((1, 4, 1, 8))

@@ -101,9 +101,10 @@ def test_rows_that_see_nothing_of_any_part_stay_zero_and_give_finite_gradients()
 
 
 def test_what_is_no_part_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="parts is empty; give at least one pair"):
-        merge_parts([])
     part = (jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
+    for parts in ([], part):
+        with pytest.raises(ValueError, match="parts is empty or no list of pairs; give at least one pair"):
+            merge_parts(parts)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"part 1 is bfloat16\[1, 2, 1, 4\] .* expected float32\[1, 2, 1, 4\]"):
         merge_parts([part, (part[0].astype(jnp.bfloat16), part[1])])
 

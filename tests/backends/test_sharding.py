@@ -152,6 +152,7 @@ def test_axes_that_the_mesh_lacks_are_refused():
     ("given", "words"),
     [
         ({}, "names no axis"),
+        ({"heads": ["x"]}, "give each dimension a name, or a tuple of names"),
         ({"data": "x", "heads": "x"}, "give each an axis of its own"),
         ({"context": "x", "exchange": "mail"}, "must be 'gather' or 'ring'"),
     ],

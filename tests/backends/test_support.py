@@ -189,6 +189,12 @@ def test_a_name_in_the_place_of_what_it_names_is_refused() -> None:
         plan("chunked", PLAIN, target=CPU)
     with pytest.raises(TypeError, match=r"target='cpu' is no Target; give Target\.here\(\)"):
         plan(STANDARD, PLAIN, target="cpu")
+    with pytest.raises(TypeError, match="target='cpu' is no Target"):
+        resolve("auto", PLAIN, "cpu")
+    with pytest.raises(TypeError, match=r"layout=\{\} is no Layout; give Layout\(mask=\.\.\.\)"):
+        plan(STANDARD, PLAIN, {}, target=CPU)
+    with pytest.raises(TypeError, match=r"terms=\{\} is no Terms; give Terms\(bias=\.\.\.\)"):
+        plan(STANDARD, PLAIN, target=CPU).run(*operands(), terms={})
     for make in (resolve, lambda *_, **how: plan(STANDARD, PLAIN, target=CPU, **how)):
         with pytest.raises(ValueError, match=r"the options \['block_q'\] are no mapping; give backend_options"):
             make("chunked", PLAIN, options=["block_q"])

@@ -91,7 +91,7 @@ def test_a_node_sees_the_context_its_path_and_itself() -> None:
     assert masks.Tree(PARENTS).depths == (0, 1, 1, 2, 2, 0, 1)
 
 
-@pytest.mark.parametrize("parents", [(), (0,), (-1, 2, 0), (-2,)], ids=str)
+@pytest.mark.parametrize("parents", [(), (0,), (-1, 2, 0), (-2,), [-1, 0], ("a",)], ids=str)
 def test_what_is_no_tree_is_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parents=.* must hold for each node the index of an earlier one"):
         masks.Tree(parents)
