@@ -70,7 +70,9 @@ class Mask:
         return Interval()
 
     def __str__(self) -> str:
-        """The mask in words, which :func:`parse` reads: ``causal & window(255, 0)``."""
+        """The mask in words, which :func:`parse` reads: ``causal & window(255, 0)``; no dataclass has any."""
+        if not dataclasses.is_dataclass(self):
+            return repr(self)
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
         return _mask_name(type(self)) + (f"({', '.join(map(str, fields))})" if fields else "")
 

@@ -175,6 +175,14 @@ def test_what_is_no_mask_function_is_refused(function: Any, words: str) -> None:
         dataclasses.replace(SPEC, mask_function=function)
 
 
+def test_a_mask_that_is_no_dataclass_has_no_words() -> None:
+    class Odd(masks.Mask):
+        def _shows(self, query: Any, key: Any) -> Any:
+            return (query - key) % 2 == 1
+
+    assert masks.description_of(Odd() & masks.Causal()) is None
+
+
 def test_a_mask_has_no_truth_value() -> None:
     with pytest.raises(TypeError, match=r"join causal by &, | and ~ for `and`, `or` and `not`"):
         masks.Causal() and masks.Prefix(3)  # pyright: ignore[reportUnusedExpression]  (Python would take the second)
