@@ -127,8 +127,9 @@ def resolve(
     backend by name, and for a file that is no policy. Raises BackendUnavailableError if the named backend refuses and
     ``on_unavailable="raise"``, or if no backend supports the spec.
     """
-    target, options = Target.here() if target is None else target, as_options(options)
+    target = Target.here() if target is None else target
     check_kinds(target)
+    options = None if options is None else as_options(options)
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
     valid, followed = None, Decision(None, "")
