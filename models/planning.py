@@ -109,9 +109,12 @@ def resolve_attention(
     ``options`` are those for ``backend``, which may refuse some together with the problem; each resolution plans with
     them. ``policy`` is what ``backend="auto"`` follows, as :func:`attnsuite.backends.resolve` says.
 
-    Raises the errors of :func:`attnsuite.backends.resolve`, and ValueError for an option that cannot be hashed.
+    Raises the errors of :func:`attnsuite.backends.resolve`, and ValueError for an option that cannot be hashed and for
+    a schedule of another model.
     """
     target = Target.here() if target is None else target
+    if options and "schedule" in options:
+        _check_schedule(config, options["schedule"])
 
     def resolved(kind: AttentionType) -> Resolution:
         spec = attention_spec(config, kind, **problem)
@@ -121,6 +124,23 @@ def resolve_attention(
         return _hinted(found) if is_cached_latent else found
 
     return tuple((kind, resolved(kind)) for kind in config.attention_types)
+
+
+def _check_schedule(config: ModelConfig, schedule: Any) -> None:
+    """Raise ValueError for another number of layers, and where a selection would cross attention types."""
+    from attnsuite.backends.kascade import Schedule  # noqa: PLC0415 (the other backends do without it)
+
+    if not isinstance(schedule, Schedule):
+        return  # the backend says what it takes
+    if len(schedule.layers) != config.num_layers:
+        raise ValueError(f"the schedule is for {len(schedule.layers)} layers, and the model has {config.num_layers}.")
+    for layer, role in enumerate(schedule.layers):
+        kind, of_anchor = config.layer_types[layer], config.layer_types[role.anchor]
+        if kind != of_anchor:
+            raise ValueError(
+                f"layer {layer} ({kind} attention) of the schedule reuses the selection of layer {role.anchor} "
+                f"({of_anchor}); give it an anchor of its own type."
+            )
 
 
 def check_call(call: Mapping[str, Any]) -> None:

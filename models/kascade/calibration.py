@@ -31,7 +31,7 @@ from attnsuite.models.forward_pass import Hidden, layer_forward, turns_of, whole
 from attnsuite.models.parameters import Params
 from attnsuite.models.planning import Resolutions, attention_spec, resolve_attention
 from attnsuite.models.streaming import embedded
-from attnsuite.models.transformer import Transformer
+from attnsuite.models.transformer import Transformer, check_tokens
 
 from .similarity import compared, direction_change, pooled_masses
 
@@ -163,12 +163,13 @@ class _Problem:
 
 
 def _problem(config: ModelConfig, settings: Settings, prompt: Any) -> _Problem:
-    tokens = jnp.asarray(prompt)
-    if tokens.ndim != 1:
-        raise ValueError(f"a prompt has shape {tokens.shape}; expected one dimension, its tokens.")
-    spec = attention_spec(config, "global", batch=1, query_length=len(tokens), needs_grad=False)
-    found = resolve_attention(config, batch=1, query_length=len(tokens), needs_grad=False)
-    return _Problem(tokens[None], spec, _tiling_with_a_choice(spec, settings), found)
+    prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
+    if prompt.ndim != 1:
+        raise ValueError(f"a prompt has shape {prompt.shape}; expected one dimension, its tokens.")
+    tokens = check_tokens(prompt[None], config.vocab_size)
+    spec = attention_spec(config, "global", batch=1, query_length=len(prompt), needs_grad=False)
+    found = resolve_attention(config, batch=1, query_length=len(prompt), needs_grad=False)
+    return _Problem(tokens, spec, _tiling_with_a_choice(spec, settings), found)
 
 
 def _tiling_with_a_choice(spec: AttentionSpec, settings: Settings) -> Tiling:

@@ -285,6 +285,7 @@ def test_a_checkpoint_on_disk_has_the_fingerprint_of_its_model(tmp_path):
         (lambda: calibration.calibrate(small(), []), "no prompt to calibrate with"),
         (lambda: calibration.calibrate(small(), [[[1, 2]]]), r"shape \(1, 2\); expected one dimension"),
         (lambda: calibration.calibrate(small(), [np.zeros(100, int)]), "leaves no choice"),
+        (lambda: calibration.calibrate(small(), [np.full(100, 256)]), "tokens reach from 256 to 256; this model has"),
         (
             lambda: calibration.calibrate(small(attention="sliding", window_size=8), [np.zeros(100, int)]),
             "layers with sliding attention",
@@ -312,6 +313,22 @@ def test_a_checkpoint_on_disk_has_the_fingerprint_of_its_model(tmp_path):
 def test_what_cannot_be_calibrated_is_refused(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "sentence"),
+    [
+        (manual((0,), num_layers=4, kv_heads=2), {}, "the schedule is for 4 layers, and the model has 3"),
+        (
+            manual((0, 1), num_layers=3, kv_heads=2),
+            {"attention": ("global", "sliding", "global"), "window_size": 8},
+            r"layer 2 \(global attention\) of the schedule reuses the selection of layer 1 \(sliding\)",
+        ),
+    ],
+)
+def test_a_schedule_of_another_model_is_refused(schedule, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        small(**changes)(np.zeros((1, 40), int), backend="kascade", backend_options={"schedule": schedule})
 
 
 def test_decoding_equals_prefill_with_one_query_per_tile():
