@@ -115,10 +115,7 @@ def pack(directory: Path, out: Path) -> int:
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             archive.writestr(zipfile.ZipInfo(name, _TIME), text, zipfile.ZIP_DEFLATED)
-    with files.writing(out):
-        partial = out.with_name(f"{out.name}.partial")
-        partial.write_bytes(content.getvalue())
-        partial.replace(out)
+    files.write_bytes(out, content.getvalue())
     return len(lines)
 
 

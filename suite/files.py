@@ -32,6 +32,11 @@ def open_here(path: str | Path, flags: int) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8, as :func:`write_bytes`. Raises InputError."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a file beside ``path`` and rename it, so that a full disk leaves the old file. Raises InputError.
 
     A link in the place of ``path`` is replaced, and what it leads to is left alone.
@@ -39,8 +44,8 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with writing(path):
         try:
-            with open(partial, "x", encoding="utf-8", newline="\n", opener=open_here) as file:
-                file.write(text)
+            with open(partial, "xb", opener=open_here) as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)

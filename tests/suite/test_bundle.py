@@ -9,6 +9,7 @@ import socket
 import stat
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -311,6 +312,13 @@ def test_conformance_of_a_run_on_a_device_is_part_of_its_bundle(run_dir, tmp_pat
             verified(rewritten(tmp_path / "edited.zip", {n: text for n, text in texts.items() if n != name}))
         with pytest.raises(InputError, match="is refused"):
             verified(rewritten(tmp_path / "edited.zip", texts | {name: texts[name].replace("causal", "plain")}))
+
+
+def test_bundle_that_cannot_be_written_leaves_nothing(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(InputError, match=r"sent\.zip: No space left on device"):
+        pack(run_dir, tmp_path / "sent.zip")
+    assert not list(tmp_path.glob("*sent*"))
 
 
 def test_run_that_was_cut_off_is_not_packed(run_dir, tmp_path):
