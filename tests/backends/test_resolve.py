@@ -131,13 +131,6 @@ def test_backend_without_an_interpreter_falls_back_to_itself_where_it_runs_nativ
     assert (resolution.backend.name, resolution.mode) == (FIRST, "fallback")
 
 
-def test_interpreter_is_never_the_fallback() -> None:
-    with pytest.warns(BackendFallbackWarning):
-        resolution = resolve("standard", SPEC, CPU, mode="interpret")
-    assert resolution.mode == "fallback"
-    assert support(resolution.backend, SPEC, CPU)
-
-
 @pytest.mark.parametrize("name", [name for name in ("standard", "chunked", "cudnn") if name in registry.names()])
 @pytest.mark.parametrize("target", PLATFORMS, ids=str)
 @pytest.mark.parametrize("mode", ["native", "interpret", "compile"])

@@ -53,18 +53,3 @@ CALLS = {
 def test_it_says_what_to_write(call):
     with pytest.raises(ValueError, match=WORDS):
         CALLS[call](QUERY, KEY, VALUE)
-
-
-def test_a_plan_runs_where_a_layer_is_named():
-    made = planned()
-    dense, carry = made.run(QUERY, KEY, VALUE, layer=0)
-    sparse, _ = made.run(QUERY, KEY, VALUE, layer=1, carry=carry)
-    assert jnp.abs(dense - sparse).max() > 0.1
-
-
-def test_without_a_schedule_a_single_call_selects_for_itself():
-    options = {name: value for name, value in OPTIONS.items() if name != "schedule"}
-    out = backends.attention(
-        QUERY, KEY, VALUE, is_causal=True, needs_grad=False, backend="kascade", backend_options=options
-    )
-    assert jnp.abs(out - backends.attention(QUERY, KEY, VALUE, is_causal=True)).max() > 0.1
