@@ -129,7 +129,7 @@ def resolve(
     """
     target = Target.here() if target is None else target
     check_kinds(target)
-    options = None if options is None else as_options(options)
+    options = as_options(options)
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
     valid, followed = None, Decision(None, "")
