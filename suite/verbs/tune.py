@@ -75,7 +75,7 @@ def run(command: Tune) -> int:
         resume=command.resume,
         command=shlex.join(arguments_of(dataclasses.replace(command, backends=",".join(backends), resume=False))),
     )
-    if command.minutes is not None and command.minutes <= 0:
+    if command.minutes is not None and not command.minutes > 0:
         raise InputError(f"--minutes {command.minutes:g} must be above 0.")
     fleet = fleet_of(command)
     with progress(lambda: resuming(command, out, _WHEN_RESUMED)) as display:

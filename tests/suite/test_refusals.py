@@ -108,6 +108,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "tune": [
         (["--minutes", "0"], "--minutes 0 must be above 0"),
+        (["--minutes", "nan"], "--minutes nan must be above 0"),
         (["--target", "h1000"], "target 'h1000' is not known"),
         (["--backends", "chunked", "--target", "h100"], "'chunked' has nothing to tune for cuda:h100, which is not"),
         (["--backends", "standard"], "'standard' has nothing to tune"),
