@@ -25,7 +25,7 @@ from .derivatives import forward_mode_explained
 from .devices import Target
 from .explicit_mesh import shares
 from .features import Mode
-from .layer_stack import LayerStack, Number, StackedLayer
+from .layer_stack import LayerStack, Number, StackedLayer, check_layer
 from .layout import Layout, check_layout, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
@@ -326,11 +326,7 @@ def _attend(
 
     ``request`` are the other arguments of :func:`resolve`.
     """
-    if not isinstance(layer, LayerStack | StackedLayer | None):
-        raise ValueError(  # noqa: TRY004 (one kind of error for every argument)
-            f"layer={layer!r} is no layer of a LayerStack; make stack = backends.LayerStack(num_layers), give "
-            "layer=stack[i] or layer=stack, and call the model by stack.run(model, x)."
-        )
+    check_layer(layer)
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
     resolution = resolve(backend, spec, **request)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from . import chunked_arrays, masks
@@ -105,10 +106,10 @@ def classify(
     every = some & _blocked(k_real, block_kv).all(-1)[:, None, :]
     mask = spec.positional_mask
     if mask is not None:
-        seen = masks.of_bounds(mask, (q_low, q_high), (k_low, k_high))
+        seen = of_bounds(mask, (q_low, q_high), (k_low, k_high))
         if seen is None:
             q_pos, k_pos = layout.query_positions, layout.key_value_positions
-            seen = masks.on_blocks(mask, q_pos, k_pos, q_real, k_real, block_q, block_kv)
+            seen = on_blocks(mask, q_pos, k_pos, q_real, k_real, block_q, block_kv)
         some, every = some & seen[0], every & seen[1]
     if layout.query_segment_ids is not None and layout.key_value_segment_ids is not None:
         q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
@@ -123,6 +124,55 @@ def classify(
     if spec.has_bias:  # -inf hides a key: only the bias itself tells, block by block
         every = xp.zeros_like(every)
     return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
+
+
+def of_bounds(mask: masks.Mask, query: tuple[Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """Whether some and whether every pair of a block is visible, by the lowest and highest positions of its two sides.
+
+    None where the mask's interval is not exact: then :func:`on_blocks` evaluates the pairs.
+    """
+    (q_low, q_high), (k_low, k_high) = query, key
+    (first, last, exact), (first_of_last, last_of_last, _) = mask.interval(q_low), mask.interval(q_high)
+    if not exact:
+        return None
+    some = every = True
+    if first is not None:
+        some, every = k_high >= first, k_low >= first_of_last
+    if last is not None:
+        some, every = some & (k_low <= last_of_last), every & (k_high <= last)
+    return some, every
+
+
+def on_blocks(
+    function: masks.MaskFunction,
+    query: Int[EitherArray, "batch q_pad"],
+    key: Int[EitherArray, "batch kv_pad"],
+    real_query: Bool[EitherArray, "#batch q_pad"],
+    real_key: Bool[EitherArray, "#batch kv_pad"],
+    block_q: int,
+    block_kv: int,
+) -> tuple[Bool[EitherArray, "batch rows columns"], Bool[EitherArray, "batch rows columns"]]:
+    """Whether some, and whether every, real pair of each block is visible, by evaluating the function on each pair.
+
+    The corners of a block do not tell: a dilated mask can show all four and hide the rest. Memory is that of one row of
+    blocks at a time. The results are NumPy arrays if the arguments are.
+    """
+
+    def row(query: Any, real_query: Any, seen: Any) -> tuple[Any, Any]:
+        real = real_query[:, :, None] & real_key[:, None, :]
+        blocks = (query.shape[0], block_q, -1, block_kv)
+        return (seen & real).reshape(blocks).any((1, 3)), (seen | ~real).reshape(blocks).all((1, 3))
+
+    if all(isinstance(x, np.ndarray) for x in (query, key, real_query, real_key)):
+        starts = range(0, query.shape[1], block_q)
+        parts = [(query[:, i : i + block_q], real_query[:, i : i + block_q]) for i in starts]
+        found = [row(q, real, masks.evaluated(function, q[:, :, None], key[:, None, :])) for q, real in parts]
+        some, every = (np.stack(x, 1) for x in zip(*found, strict=True))
+        return some, every
+    by_row = [x.reshape(x.shape[0], -1, block_q).swapaxes(0, 1) for x in map(jnp.asarray, (query, real_query))]
+    keys = jnp.asarray(key)[:, None, :]
+    found = lax.map(lambda x: row(x[0], x[1], function(x[0][:, :, None], keys)), tuple(by_row))
+    return found[0].swapaxes(0, 1), found[1].swapaxes(0, 1)
 
 
 def table(kinds: Int[EitherArray, "batch rows columns"], width: int) -> BlockTable:

@@ -178,3 +178,12 @@ class StackedLayer:
     def attend(self, call: Callable[[Number, Carry], tuple[Any, Carry]]) -> Any:
         """As :meth:`LayerStack.attend`. Raises ValueError if it is another layer's turn."""
         return self.stack.attend(call, self.number)
+
+
+def check_layer(layer: Any) -> None:
+    """Raise ValueError unless ``layer`` is None, a stack, or a layer of one."""
+    if not isinstance(layer, LayerStack | StackedLayer | None):
+        raise ValueError(  # noqa: TRY004 (one kind of error for every argument)
+            f"layer={layer!r} is no layer of a LayerStack; make stack = backends.LayerStack(num_layers), give "
+            "layer=stack[i] or layer=stack, and call the model by stack.run(model, x)."
+        )

@@ -33,10 +33,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Bool, Int
-
-from .operands import EitherArray
 
 MaskFunction = Callable[[Any, Any], Any]  # (query positions, key positions) -> whether the query may attend to the key
 
@@ -422,7 +418,7 @@ def _fault(function: MaskFunction) -> str:
     """Why a function is no mask function; empty if it is one. It is called with numbers, and traced as in a kernel."""
     query, key = np.arange(2, dtype=np.int32)[:, None], np.arange(3, dtype=np.int32)[None, :]
     try:
-        found = _evaluated(function, query, key)
+        found = evaluated(function, query, key)
         jax.eval_shape(function, query, key)
     except jax.errors.TracerArrayConversionError:
         return (
@@ -442,55 +438,7 @@ def _fault(function: MaskFunction) -> str:
     )
 
 
-def of_bounds(mask: Mask, query: tuple[Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any] | None:
-    """Whether some and whether every pair of a block is visible, by the lowest and highest positions of its two sides.
-
-    None where the mask's interval is not exact: then :func:`on_blocks` evaluates the pairs.
-    """
-    (q_low, q_high), (k_low, k_high) = query, key
-    (first, last, exact), (first_of_last, last_of_last, _) = mask.interval(q_low), mask.interval(q_high)
-    if not exact:
-        return None
-    some = every = True
-    if first is not None:
-        some, every = k_high >= first, k_low >= first_of_last
-    if last is not None:
-        some, every = some & (k_low <= last_of_last), every & (k_high <= last)
-    return some, every
-
-
-def on_blocks(
-    function: MaskFunction,
-    query: Int[EitherArray, "batch q_pad"],
-    key: Int[EitherArray, "batch kv_pad"],
-    real_query: Bool[EitherArray, "#batch q_pad"],
-    real_key: Bool[EitherArray, "#batch kv_pad"],
-    block_q: int,
-    block_kv: int,
-) -> tuple[Bool[EitherArray, "batch rows columns"], Bool[EitherArray, "batch rows columns"]]:
-    """Whether some, and whether every, real pair of each block is visible, by evaluating the function on each pair.
-
-    The corners of a block do not tell: a dilated mask can show all four and hide the rest. Memory is that of one row of
-    blocks at a time. The results are NumPy arrays if the arguments are.
-    """
-
-    def row(query: Any, real_query: Any, seen: Any) -> tuple[Any, Any]:
-        real = real_query[:, :, None] & real_key[:, None, :]
-        blocks = (query.shape[0], block_q, -1, block_kv)
-        return (seen & real).reshape(blocks).any((1, 3)), (seen | ~real).reshape(blocks).all((1, 3))
-
-    if all(isinstance(x, np.ndarray) for x in (query, key, real_query, real_key)):
-        starts = range(0, query.shape[1], block_q)
-        parts = [(query[:, i : i + block_q], real_query[:, i : i + block_q]) for i in starts]
-        found = [row(q, real, _evaluated(function, q[:, :, None], key[:, None, :])) for q, real in parts]
-        some, every = (np.stack(x, 1) for x in zip(*found, strict=True))
-        return some, every
-    by_row = [x.reshape(x.shape[0], -1, block_q).swapaxes(0, 1) for x in map(jnp.asarray, (query, real_query))]
-    keys = jnp.asarray(key)[:, None, :]
-    found = lax.map(lambda x: row(x[0], x[1], function(x[0][:, :, None], keys)), tuple(by_row))
-    return found[0].swapaxes(0, 1), found[1].swapaxes(0, 1)
-
-
-def _evaluated(function: MaskFunction, query: Any, key: Any) -> np.ndarray:
+def evaluated(function: MaskFunction, query: Any, key: Any) -> np.ndarray:
+    """What a mask function says of positions that are known, inside of ``jit`` too."""
     with jax.ensure_compile_time_eval():  # a function of jax.numpy is traced otherwise, where a plan is made in jit
         return np.asarray(function(query, key))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from . import masks
+from . import blocks, masks
 from .spec import AttentionSpec
 
 
@@ -68,8 +68,8 @@ def visited_blocks(masking: Masking, block_q: int, block_kv: int) -> int:
     q, k = queries[::block_q, None], keys[None, ::block_kv]
     if masking.mask_function is None:
         return q.size * k.size
-    seen = masks.of_bounds(masking.mask_function, (q, q + (block_q - 1)), (k, k + (block_kv - 1)))
+    seen = blocks.of_bounds(masking.mask_function, (q, q + (block_q - 1)), (k, k + (block_kv - 1)))
     if seen is None:
         real = (queries >= 0)[None], (keys >= 0)[None]
-        seen = masks.on_blocks(masking.mask_function, queries[None], keys[None], *real, block_q, block_kv)
+        seen = blocks.on_blocks(masking.mask_function, queries[None], keys[None], *real, block_q, block_kv)
     return int(np.broadcast_to(seen[0], (1, q.size, k.size)).sum())

@@ -23,8 +23,8 @@ class Run(OnFleet):
     """Measure every backend on every case of a suite and write a report."""
 
     suite: Annotated[str | None, flag("NAME|FILE", "quick")] = None
-    """quick, device, full, cpu-speed, caller, serving, sharded, curves, kascade, kascade-finetune (each --suite NAME
-    --help shows flags of its own), or the path of a .toml file."""
+    """quick, device, full, cpu-speed, caller, serving, sharded, curves, the suite of an extension (a name that there is
+    not lists them all; NAME --help shows its flags), or the path of a .toml file."""
     model: Annotated[str | None, flag("NAME|DIR", "none")] = None
     """Instead of a suite: every backend in a checkpoint, on text and on the clock; text, or a directory."""
     backends: Annotated[str | None, flag("NAMES", "all, and the suite's peers")] = None

@@ -61,6 +61,7 @@ def test_valid_rows_of_query_seq_lengths_agree_with_jax_and_the_rest_is_zero() -
     assert not np.asarray(ours[1, 7:]).any()
 
 
+@pytest.mark.wrong_types
 def test_input_without_a_batch_axis() -> None:
     query, key, value = (x[0] for x in qkv())
     ours = dot_product_attention(query.tolist(), key, value, is_causal=True)
@@ -152,6 +153,7 @@ def test_residual_is_jaxs(backend: str, dtype: Any, options: dict[str, Any]) -> 
     np.testing.assert_allclose(ours[0].astype(jnp.float32), alone.astype(jnp.float32), rtol=0, atol=tolerance)
 
 
+@pytest.mark.wrong_types
 def test_residual_without_a_batch_axis() -> None:
     arrays = [x[0] for x in qkv()]
     _, ours = dot_product_attention(*arrays, return_residual=1)  # as JAX takes it

@@ -100,6 +100,7 @@ def test_rows_that_see_nothing_of_any_part_stay_zero_and_give_finite_gradients()
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.wrong_types
 def test_what_is_no_part_is_refused_in_a_sentence() -> None:
     part = (jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
     for parts in ([], part):

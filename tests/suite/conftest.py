@@ -94,9 +94,10 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _started_by_a_terminal() -> Iterator[None]:
     """nohup and jobs in the background hand on signals that are ignored; the processes here start without."""
-    ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [number for number in usual if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, usual[number])
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.kinds.op_case import is_plain, spec_of
 from attnsuite.suite.schema import BEGIN, generated
 from attnsuite.suite.suites import SUITES, find_suite
-from attnsuite.suite.verbs.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suite-files.md"
 FORWARD = '[[case]]\nkind = "op_forward"\n'
@@ -180,10 +178,6 @@ def test_mask_of_a_readers_own_has_a_case_a_policy_and_pairs(tmp_path):
 
 def test_mark_that_editors_on_windows_write_is_no_part_of_the_file(read):
     assert read(f"\ufeff{TINY}") == ["first"]
-
-
-def test_help_names_every_suite():
-    assert [name for name in SUITES if not re.search(rf"[ \"]{name}[ ,]", inspect.getsource(Run))] == []
 
 
 def test_words_that_are_no_mask_name_those_that_are(read):
