@@ -80,10 +80,17 @@ def _act(arguments: list[str]) -> int:
 
 
 def _check_values(verb: str, arguments: Sequence[str]) -> None:
-    """An empty value is a variable that the shell did not know; as a path it would be the present directory."""
+    """An empty value is a variable that the shell did not know; as a path it would be the present directory.
+
+    Of a flag that is given twice, the parser would take the last value without a word.
+    """
     for before, word in zip([verb, *arguments], arguments, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
+    named = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
+    for name in named:
+        if named.count(name) > 1:
+            raise InputError(f"{name} is given twice; give it once, with commas between its values if it has several.")
 
 
 # Flags of the earlier guides, and what says the same here (docs/how-to/coming-from.md).

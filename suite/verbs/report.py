@@ -28,15 +28,18 @@ class Report:
 
 def run(command: Report) -> int:
     """Render the page of one run, or of several."""
+    runs = (command.run_dir, *command.others)
+    if len({path.resolve() for path in runs}) < len(runs):
+        raise InputError(f"{' '.join(map(str, runs))} names a run twice; give each once.")
     if command.bundle is not None:
         return _pack(command)
     if _is_zip(command.run_dir) and not command.run_dir.is_dir():
         return _verify(command)
     if command.out is None:
-        return show(command.run_dir, *command.others)
+        return show(*runs)
     from ..merge import merge
 
-    merge((command.run_dir, *command.others), command.out)
+    merge(runs, command.out)
     return show(command.out)
 
 
