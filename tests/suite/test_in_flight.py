@@ -95,8 +95,9 @@ def test_profile_tells_cold_calls_from_those_whose_inputs_are_in_the_cache(cache
 
 def test_cache_is_evicted_before_each_length(monkeypatch):
     timed, arguments = flight(cache=2**10)
-    evicted = []
+    evicted, ticks = [], itertools.accumulate(itertools.count())  # each run takes longer than the one before
     monkeypatch.setattr(in_flight.jnp, "zeros", lambda size, _: evicted.append(size))
+    monkeypatch.setattr(speed, "clock", lambda: next(ticks) * 1e-6)
     timed.sample(arguments, choice=0)
     assert evicted == [2**11] * 3
 

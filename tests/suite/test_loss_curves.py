@@ -143,7 +143,9 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
     assert rows["dv 1% large"].endswith("found out |")
     assert "refused" in rows["cudnn"]
     assert (tmp_path / "loss-curves.svg").exists()
-    assert code_of("report", tmp_path, tmp_path) == 2
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", curves)
+    assert code_of("report", tmp_path, tmp_path / "other") == 2
     assert "holds records of kind 'loss curve', whose page stands alone; give it by itself." in capsys.readouterr().err
     before = (tmp_path / "report.md").read_bytes()
     reports.render(tmp_path)

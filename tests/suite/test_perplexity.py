@@ -21,13 +21,12 @@ from attnsuite.suite.store import parse_records
 from command import code_of
 
 LENGTH = 128  # tokens of a sequence, of which the last is only predicted
-SIZES = ["--seq-len", str(LENGTH), "--sequences", "2"]
 TILES = "tile_size=16,query_tile=16,min_keys=0,top_k=0.125"
 
 
-def perplexity(capsys, out, *arguments):
+def perplexity(capsys, out, *arguments, sequences=2):
     """Exit code, what was printed, and the record."""
-    code = code_of("perplexity", "--out", out, *SIZES, *arguments)
+    code = code_of("perplexity", "--out", out, "--seq-len", LENGTH, "--sequences", sequences, *arguments)
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     records = parse_records(out / "records.jsonl")[0] if (out / "records.jsonl").is_file() else [None]
@@ -111,9 +110,9 @@ def test_a_calibration_brings_its_settings_and_a_schedule(calibrated, tmp_path, 
 
 
 def test_a_sparse_figure_stands_beside_the_dense_one_with_their_paired_difference(calibrated, tmp_path, capsys):
-    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated, "--sequences", "6"]
-    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--against", "standard")
-    dense = perplexity(capsys, tmp_path / "b", "--model", "text", "--backend", "standard", "--sequences", "6")[2]
+    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated]
+    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--against", "standard", sequences=6)
+    dense = perplexity(capsys, tmp_path / "b", "--model", "text", "--backend", "standard", sequences=6)[2]
     figures, series = record.quality, record.series
     assert code == 0
     assert series["against_nll"] == dense.series["nll"]
