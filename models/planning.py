@@ -109,12 +109,9 @@ def resolve_attention(
     ``options`` are those for ``backend``, which may refuse some together with the problem; each resolution plans with
     them. ``policy`` is what ``backend="auto"`` follows, as :func:`attnsuite.backends.resolve` says.
 
-    Raises the errors of :func:`attnsuite.backends.resolve`, and ValueError for an option that cannot be hashed and for
-    a schedule of another model.
+    Raises the errors of :func:`attnsuite.backends.resolve`, and ValueError for an option that cannot be hashed.
     """
     target = Target.here() if target is None else target
-    if options and "schedule" in options:
-        _check_schedule(config, options["schedule"])
 
     def resolved(kind: AttentionType) -> Resolution:
         spec = attention_spec(config, kind, **problem)
@@ -151,10 +148,13 @@ def check_call(call: Mapping[str, Any]) -> None:
 
 
 def planned(config: ModelConfig, call: Call, **problem: Any) -> Resolutions:
-    """The resolutions of a call."""
+    """The resolutions of a call. Raises what :func:`resolve_attention` raises, and for a schedule of another model."""
     check_call(call)
+    options = call.get("backend_options")
+    if options and "schedule" in options:
+        _check_schedule(config, options["schedule"])
     how: dict[str, Any] = {name: value for name, value in call.items() if name != "backend_options"}
-    return resolve_attention(config, options=call.get("backend_options"), **how, **problem)
+    return resolve_attention(config, options=options, **how, **problem)
 
 
 def _hinted(found: Resolution) -> Resolution:
