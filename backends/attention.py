@@ -330,7 +330,7 @@ def _attend(
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
     resolution = resolve(backend, spec, **request)
-    mode, given = resolution.mode_and(request.get("options"))
+    mode, given = resolution.mode_and()
     runs = shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value)
     operands = (query, key, value, check_layout(spec, layout), terms)
 

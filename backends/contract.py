@@ -271,7 +271,7 @@ def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def as_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def as_options(options: Options) -> dict[str, Any]:
     """The options as a dict. Raises ValueError for something else than a mapping."""
     if not isinstance(options, Mapping | None):
         raise ValueError(  # noqa: TRY004 (one kind of error for every option)

@@ -70,7 +70,7 @@ class Resolution:
     ``policy`` is a sentence about what ``auto`` took: the measurement of a policy that it follows and how near that is,
     or why the policy was not followed, or that nothing was measured on this device. ``tuned`` is the policy that has
     options for the backend that ``auto`` took. ``options`` are those to plan with where no others are given: what
-    :func:`resolve` was given for a backend by name. A resolution is hashable where they are.
+    :func:`resolve` was given. A resolution is hashable where they are.
     """
 
     requested: str
@@ -136,7 +136,7 @@ def resolve(
     if request == "auto":
         valid, followed = _decision(policy, spec, target)
         if followed.backend is not None:
-            return _taken(followed.backend, spec, target, (), followed.sentence, valid)
+            return _taken(followed.backend, spec, target, (), followed.sentence, valid, options)
     else:
         backend = registry.get(request)
         found = support(backend, spec, target, mode, options)
@@ -156,7 +156,7 @@ def resolve(
             continue
         if request == "auto":
             sentence = followed.sentence or ("" if target.platform == "cpu" else _NOT_MEASURED)
-            return _taken(name, spec, target, tuple(rejections), sentence, valid)
+            return _taken(name, spec, target, tuple(rejections), sentence, valid, options)
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
         in_mode, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(
@@ -208,14 +208,18 @@ def _taken(
     rejections: tuple[Rejection, ...],
     sentence: str,
     policy: Policy | None,
+    options: dict[str, Any],
 ) -> Resolution:
     """What ``auto`` takes: with the policy's options, if they were measured with arrays of the same kinds."""
-    options = () if policy is None else tuned(policy, name, target, spec)
-    if not options or any((e.spec.has_mask, e.spec.has_bias) != (spec.has_mask, spec.has_bias) for e in options):
-        return Resolution("auto", registry.get(name), "native", spec, target, rejections, sentence)
-    cases = " and ".join(f"{each.choice.case} of {each.source.name}" for each in options)
+    taken = Resolution(
+        "auto", registry.get(name), "native", spec, target, rejections, sentence, options=tuple(options.items())
+    )
+    found = () if policy is None else tuned(policy, name, target, spec)
+    if not found or any((e.spec.has_mask, e.spec.has_bias) != (spec.has_mask, spec.has_bias) for e in found):
+        return taken
+    cases = " and ".join(f"{each.choice.case} of {each.source.name}" for each in found)
     sentence = f"{sentence} The options of {name} are those of case {cases}.".lstrip()
-    return Resolution("auto", registry.get(name), "native", spec, target, rejections, sentence, policy)
+    return dataclasses.replace(taken, policy=sentence, tuned=policy)
 
 
 def _against(name: str, spec: AttentionSpec, target: Target) -> str:

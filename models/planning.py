@@ -13,13 +13,13 @@ from typing import Any, TypedDict
 
 from attnsuite.backends import AttentionSpec, Resolution, Target, masks, resolve, support
 from attnsuite.backends.choices import AnyPolicy
-from attnsuite.backends.contract import Mode
+from attnsuite.backends.contract import Mode, as_options
+from attnsuite.backends.features import Options
 from attnsuite.backends.resolve import OnUnavailable
 
 from .config import AttentionType, ModelConfig
 
 Resolutions = tuple[tuple[AttentionType, Resolution], ...]  # a mapping, hashable
-Options = tuple[tuple[str, Any], ...]  # backend options, hashable
 
 
 class Call(TypedDict, total=False):
@@ -100,7 +100,7 @@ def resolve_attention(
     mode: Mode = "native",
     on_unavailable: OnUnavailable = "fallback",
     target: Target | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Options = None,
     policy: AnyPolicy | None = None,
     **problem: Any,
 ) -> Resolutions:
@@ -111,12 +111,11 @@ def resolve_attention(
 
     Raises the errors of :func:`attnsuite.backends.resolve`, and ValueError for an option that cannot be hashed.
     """
-    target = Target.here() if target is None else target
+    target, given = Target.here() if target is None else target, _hashable(options)
 
     def resolved(kind: AttentionType) -> Resolution:
         spec = attention_spec(config, kind, **problem)
-        found = resolve(backend, spec, target, mode=mode, on_unavailable=on_unavailable, options=options, policy=policy)
-        found = dataclasses.replace(found, options=freeze_options(options))
+        found = resolve(backend, spec, target, mode=mode, on_unavailable=on_unavailable, options=given, policy=policy)
         is_cached_latent = kind == "latent" and problem.get("key_value_length") is not None
         return _hinted(found) if is_cached_latent else found
 
@@ -163,10 +162,10 @@ def _hinted(found: Resolution) -> Resolution:
     return hinted if support(found.backend, hinted.spec, found.target, *found.mode_and()) else found
 
 
-def freeze_options(options: Mapping[str, Any] | None) -> Options:
-    """Backend options as a hashable tuple. Raises ValueError for a value that cannot be hashed."""
-    frozen = tuple(sorted((options or {}).items()))
-    for name, value in frozen:
+def _hashable(options: Options) -> dict[str, Any]:
+    """Backend options in the order of their names. Raises ValueError for a value that cannot be hashed."""
+    given = as_options(options)
+    for name, value in given.items():
         try:
             hash(value)
         except TypeError:
@@ -174,4 +173,4 @@ def freeze_options(options: Mapping[str, Any] | None) -> Options:
                 f"backend_options[{name!r}] is a {type(value).__name__}, which cannot be a static argument of a "
                 "compiled model; give a number, a string, a tuple or a frozen dataclass."
             ) from None
-    return frozen
+    return dict(sorted(given.items()))

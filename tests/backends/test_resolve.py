@@ -146,8 +146,9 @@ def test_nothing_falls_back_silently(name: str, target: Target, mode: str) -> No
 def test_options_belong_to_the_backend_that_was_asked_for() -> None:
     with pytest.raises(ValueError, match="no_such_option"):
         resolve("chunked", SPEC, CPU).plan(Layout(), {"no_such_option": 1})
-    with pytest.raises(ValueError, match="no_such_option"):  # what it was asked with is what it plans with
-        resolve("chunked", SPEC, CPU, options={"no_such_option": 1}).plan()
+    for name in ("chunked", "auto"):
+        with pytest.raises(ValueError, match="no_such_option"):  # what it was asked with is what it plans with
+            resolve(name, SPEC, CPU, options={"no_such_option": 1}).plan()
     with pytest.warns(BackendFallbackWarning):
         fallback = resolve("cudnn", SPEC, CPU)
     fallback.plan(Layout(), {"no_such_option": 1})
