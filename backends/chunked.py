@@ -33,7 +33,7 @@ from . import blocks, choices, chunked_shares, chunked_tiles, decode_step, kv_ca
 from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
-from .contract import NOTHING_SEEN, Part, Plan, check_options
+from .contract import NOTHING_SEEN, Part, Plan, check_options, is_whole
 from .derivatives import NO_GRADIENT
 from .devices import Target
 from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Options, Takes
@@ -206,7 +206,7 @@ def _rule(spec: AttentionSpec, target: Target) -> BlockSizes:
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         step = 1 if name == "heads_per_tile" else 8
-        if not isinstance(value, int) or value < step or value % step:
+        if not is_whole(value, step) or value % step:
             raise ValueError(f"chunked: {name}={value!r} is not accepted; {name} is {OPTIONS[name]}.")
     return options
 

@@ -98,6 +98,10 @@ def plan_accepted(
     isolate: bool = False,
 ) -> Plan:
     """As :func:`plan`, of a problem that :func:`support` has accepted: the backend is not asked again."""
+    if not isinstance(isolate, bool):
+        raise ValueError(  # noqa: TRY004 (one kind of error for every option)
+            f"isolate={isolate!r} is not accepted; isolate is True or False."
+        )
     layout = fit(spec, layout)
     read = as_read(spec, takes_of(backend, target, mode))
     made = backend.plan(read, layout, target=target, mode=mode, options=options)

@@ -153,8 +153,7 @@ def open_training(request: TrainRequest) -> Training:
         batch_of = packed_batches(request, data) if request.packed else window_batches(request, data)
     except (ValueError, BackendUnavailableError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
-    digest = hashlib.sha256(data.tobytes()).hexdigest()
-    return Training(config, resolutions, batch_of, trained, base, update, digest, placement)
+    return Training(config, resolutions, batch_of, trained, base, update, _digest(data), placement)
 
 
 def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
@@ -282,10 +281,20 @@ def _settings(request: TrainRequest, opened: Training) -> dict[str, Any]:
     settings = {
         "request": dataclasses.asdict(request),
         "text_sha256": opened.text_sha256,
+        "base_sha256": None if opened.base is None else _digest(opened.base),
+        "calibration_sha256": None if request.calibration is None else _digest(request.calibration.read_bytes()),
         "backend": {kind: f"{found.backend.name} ({found.mode})" for kind, found in opened.resolutions},
         "environment": {name: value for name, value in found.items() if name in _ENVIRONMENT},
     }
     return json.loads(json.dumps(settings, default=str))  # as it will be read back
+
+
+def _digest(arrays: Any) -> str:
+    """Of bytes or arrays, of one tree."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(arrays):
+        found.update(x if isinstance(x, bytes) else np.asarray(x).tobytes())
+    return found.hexdigest()
 
 
 def _prepare(out: Path, settings: dict[str, Any], *, resume: bool) -> None:

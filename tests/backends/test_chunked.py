@@ -115,7 +115,7 @@ def test_score_has_the_same_bits_in_both_passes(sizes, dim):
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_q": 12}, {"block_kv": 0}, {"block_backward": 8.0}, {"heads_per_tile": 0}, {"block_q": True}],
+    [{"block_q": 12}, {"block_kv": 0}, {"block_backward": 8.0}, {"heads_per_tile": 0}, {"heads_per_tile": True}],
     ids=str,
 )
 def test_block_size_that_does_not_fit_is_refused_by_name(options):

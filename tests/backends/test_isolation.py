@@ -262,6 +262,8 @@ def test_isolate_zeroes_what_lengths_and_padding_hide_for_a_backend_that_lets_na
     table = jnp.zeros((2, 2), jnp.int32)
     with pytest.raises(ValueError, match="isolate=True with page_size=16 is not supported"):
         plan(registry.get("standard"), pages, Layout(page_table=table), **how, isolate=True)
+    with pytest.raises(ValueError, match="isolate='yes' is not accepted"):
+        plan(backend, spec, layout, **how, isolate="yes")
 
 
 def test_standard_decode_step_reads_a_cache_where_it_lies():

@@ -69,6 +69,8 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert not [path for path in cut.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".pth")]
 
 
+@needs_orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
 def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
     base, out = tmp_path / "base", tmp_path / "adapters"
     plain = {"steps": 2, "save_every": 0}
@@ -76,12 +78,16 @@ def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
     weights = (base / "model.safetensors").read_bytes()
     adapted = lora.LoraConfig(rank=2, alpha=4.0, targets=("k_proj", "down_proj"))
     words = WORDS | plain | {"model": str(base), "lora": adapted, "packed": True, "accumulate": 2, "dtype": "bfloat16"}
+    words |= {"save_every": 2}
     execute(TrainRequest(**words), out, say=silent)
     assert (base / "model.safetensors").read_bytes() == weights
     assert not (out / "model.safetensors").exists()
     adapters, config = lora.load(out, load(base).config)
     assert config == adapted
     assert all(np.asarray(layer[name].b).any() for layer in adapters for name in adapted.targets)
+    (base / "model.safetensors").write_bytes(weights[:-4] + bytes(4))
+    with pytest.raises(InputError, match="base_sha256 differs from that of the run"):
+        execute(TrainRequest(**words), out, resume=True, say=silent)
 
 
 def test_the_shipped_model_takes_adapters_and_its_loss_is_that_of_a_trained_one():
