@@ -46,8 +46,8 @@ def without(part: str) -> ExitStack:
         "weighted sum": ((products.Weighted, "emit", lambda *_: None),),
         "softmax": ((forward, "softmax", empty(softmax.softmax)),),
         "P and dS": ((backward, "slopes", empty(slopes.slopes)),),
-        "its exponentials": ((softmax, "exp2", lambda _e, _isa, x: x),),
-        "their exponentials": ((slopes, "exp2", lambda _e, _isa, x: x),),
+        "its exponentials": ((softmax, "exp2", lambda _e, _isa, x, **_: x),),
+        "their exponentials": ((slopes, "exp2", lambda _e, _isa, x, **_: x),),
         "packing": ((panels, "rows", no_rows), (backward_rows, "rows", no_rows)),
     }
     changes |= {"S and dP": changes["scores"], "dQ, dK and dV": changes["weighted sum"]}

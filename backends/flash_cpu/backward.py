@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from . import added, masking, rows
 from .added import Added, sharing
-from .backward_buffers import BLOCK_KEYS, BLOCK_ROWS, Buffers, blocks, operands, results
+from .backward_buffers import BLOCK_KEYS, Buffers, blocks, operands, results
 from .backward_rows import emit_load_block, emit_load_tile, emit_store_block, emit_write, emit_write_slopes
 from .emit import Function, Value, f32, i64, ptr, vector
 from .forward import Kernel, fits
@@ -63,13 +63,13 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
     """``item(state, workspace, index)``: every ``P``-th key block of a KV head, against all its rows."""
     write_slopes = emit_write_slopes(module, buffers, state) if "alibi" in buffers.kernel.arrays.learned else None
     load_tile = emit_load_tile(module, buffers, state)
-    extra = Added(buffers.isa, buffers.kernel.arrays, state, BLOCK_ROWS)
+    extra = Added(buffers.isa, buffers.kernel.arrays, state, buffers.rows)
     find_rows = extra.emit_rows(module) if extra.arrays.any else None
     clear = extra.emit_clear(module, BLOCK_KEYS) if "bias" in extra.arrays.learned else None
     load_block = emit_load_block(module, buffers, state)
     step = emit_step(module, buffers, state)
     store = emit_store_block(module, buffers, state)
-    tile_terms = BLOCK_ROWS * buffers.width
+    tile_terms = buffers.rows * buffers.width
     keep = rows.copy_row(module, buffers.isa, "keep_d_query", "float32", tile_terms)
     fill = rows.fill(module, buffers.isa)
     (of_tile, tile_size), (_, block_size), (_, gradients_size) = buffers.tile, buffers.block, buffers.gradients
@@ -105,7 +105,7 @@ def _emit_columns(module: ir.Module, buffers: Buffers, state: State, write: ir.F
                 d_query, n = tiles.at(i * tile_size + of_tile["d_query"]), first + i
                 e.either(
                     parts.equals(1),
-                    lambda d=d_query, n=n: e.run(write, s, d, head, n),
+                    lambda d=d_query, n=n: e.run(write, s, w, d, head, n),
                     lambda d=d_query, n=n: e.run(keep, d, partials.at(n * tile_terms, 4)),
                 )
                 if write_slopes is not None:
@@ -134,7 +134,7 @@ def _emit_sets(module: ir.Module, state: State, columns: ir.Function, *, alone: 
 
 def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``step(state, workspace, tile, gradients, numbers, slot)``: a tile of rows against the block of keys at slot."""
-    isa, kernel, n, pack = buffers.isa, buffers.kernel, BLOCK_ROWS, buffers.pack
+    isa, kernel, n, pack = buffers.isa, buffers.kernel, buffers.rows, buffers.pack
     width, value_width = buffers.width, buffers.value_width
     score = Scores.of(module, isa, "score", kernel.head_dim, buffers.key_terms, n, pack)
     d_prob = score
@@ -146,7 +146,7 @@ def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     to_value = to_key
     if value_width != width:
         to_value = Weighted.of(module, isa, "to_value", value_width, (n, 1), pack)
-    to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack)
+    to_query = Weighted.of(module, isa, "to_query", width, (1, n), pack, BLOCK_KEYS // 2 * isa.tiles)
     extra = Added(isa, kernel.arrays, state, n)
     modify = extra.modified if kernel.arrays.score is not None else None
     options: dict[str, Any] = {"soft_cap": kernel.soft_cap, "pack": pack, "added": kernel.arrays.any, "modify": modify}
@@ -171,7 +171,8 @@ def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
                 per_query = rows_["numbers"].at(g, 4)
                 pointers = (block["by_key"].at(g, 4), per_query, block["position"], block["key_id"])
                 modified = [] if modify is None else [rows_["added_rows"].at(g, 4)]
-                arguments = (s, d, *pointers, numbers, *to_add, *modified, live.start, live.stop)
+                narrow = [block[name].at(g, 2) for name in ("scores", "d_probs")] if pack == 2 else []
+                arguments = (s, d, *pointers, numbers, *to_add, *modified, *narrow, live.start, live.stop)
                 e.either(live.mixed, lambda a=arguments: e.run(masked, *a), lambda a=arguments: e.run(plain, *a))
                 if keep is not None:
                     e.run(keep, *of_group, *to_add)
@@ -185,9 +186,9 @@ def emit_step(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
 
 def emit_add(module: ir.Module, buffers: Buffers, state: State, write: ir.Function) -> ir.Function:
     """``item(state, workspace, index)``: one tile of dq, the sum of its parts in their order."""
-    tile = BLOCK_ROWS * buffers.width
+    tile = buffers.rows * buffers.width
     type_ = vector(f32, buffers.isa.lanes)
-    with Function(module, "add_item", [ptr, ptr, i64]) as (e, (s, _, index)):
+    with Function(module, "add_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
         count, parts = buffers.tiles(dims), dims["P"]
         head, n = index // count, index % count
@@ -196,5 +197,5 @@ def emit_add(module: ir.Module, buffers: Buffers, state: State, write: ir.Functi
         with e.loop(1, parts) as p, e.loop(0, tile, buffers.isa.lanes) as d:
             place = first.at(d, 4)
             place.store(place.load(type_) + first.at(p * whole).at(d, 4).load(type_))
-        e.run(write, s, first, head, n)
+        e.run(write, s, w, first, head, n)
     return e.function

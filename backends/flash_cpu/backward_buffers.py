@@ -13,8 +13,7 @@ from .isa import Isa
 from .slopes import QUERY_ID
 
 BLOCK_KEYS = 96
-BLOCK_ROWS = 48
-PANEL_TILES = 12  # most tiles of BLOCK_ROWS rows that are packed at a time; 32 is no faster
+PANEL_TILES = 12  # most tiles of rows that are packed at a time; 32 is no faster
 
 
 def operands(kernel: Kernel) -> tuple[Operand, ...]:
@@ -50,7 +49,7 @@ class Buffers:
 
     A product sums over its operands' rows (queries, keys) or along them (the head dimension). Where a term is a pair of
     bfloat16 numbers, these are two layouts: ``key`` and ``key_joined``; ``query`` of the block, which a tile is joined
-    from, and of the tile.
+    from, and of the tile. With tile registers ``key_joined`` is transposed, and so is ``d_query`` until it is written.
 
     ``listed``: of a kernel whose query tiles have lists of keys (``sparse_backward.py``). A panel is a query tile.
     """
@@ -58,16 +57,18 @@ class Buffers:
     def __init__(self, isa: Isa, kernel: Kernel, *, listed: bool = False) -> None:
         self.isa, self.kernel, self.pack = isa, kernel, isa.pack(kernel.dtype)  # numbers of a term
         self.listed = listed
+        self.rows = 64 if isa.tiles else 48  # of a tile
         # A row of keys or queries, and one of values or cotangents: its numbers, and its terms, in whole vectors.
         self.width, self.value_width = (rows.padded(n, isa) for n in (kernel.head_dim, kernel.value_head_dim))
         self.key_terms, self.value_terms = (
             rows.padded(n, isa, self.pack) for n in (kernel.head_dim, kernel.value_head_dim)
         )
-        keys, n, paired, added = BLOCK_KEYS, BLOCK_ROWS, self.pack - 1, kernel.arrays.any
+        keys, n, paired, added = BLOCK_KEYS, self.rows, self.pack - 1, kernel.arrays.any
         # Of a block of keys, at the start of the workspace.
         self.block = offsets(
             key=keys * self.key_terms * 4,
             key_joined=paired * keys // 2 * self.width * 4,
+            plain=isa.tiles * max(keys // 2, n) * self.width * 4,  # what is transposed, before or after
             value=keys * self.value_terms * 4,
             scores=keys * n * 4,
             added=keys * n * 4 * added,
@@ -99,28 +100,28 @@ class Buffers:
         """Tiles of rows of one KV head."""
         if self.listed:
             return dims["I"] * self.panel(dims)
-        return (dims["T"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+        return (dims["T"] * (dims["N"] // dims["K"]) + (self.rows - 1)) // self.rows
 
     def rows_of(self, e: Function, dims: Dims, n: Value) -> tuple[Value, Value]:
         """The first row of tile ``n`` of a KV head, and how many it has; none where a short query tile has fewer."""
         group = dims["N"] // dims["K"]
         if not self.listed:
-            return n * BLOCK_ROWS, e.min(dims["T"] * group - n * BLOCK_ROWS, BLOCK_ROWS)
-        within, of_tile = n % self.panel(dims) * BLOCK_ROWS, dims["Q"] * group
+            return n * self.rows, e.min(dims["T"] * group - n * self.rows, self.rows)
+        within, of_tile = n % self.panel(dims) * self.rows, dims["Q"] * group
         start = n // self.panel(dims) * of_tile + within
-        return start, e.min(e.min(of_tile - within, dims["T"] * group - start), BLOCK_ROWS)
+        return start, e.min(e.min(of_tile - within, dims["T"] * group - start), self.rows)
 
     def panel(self, dims: Dims) -> Any:
         """Tiles of a panel; a head's panels are as equal as can be."""
         if self.listed:
-            return (dims["Q"] * (dims["N"] // dims["K"]) + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+            return (dims["Q"] * (dims["N"] // dims["K"]) + (self.rows - 1)) // self.rows
         count = self.tiles(dims)
         panels = (count + (PANEL_TILES - 1)) // PANEL_TILES
         return (count + (panels - 1)) // panels
 
     def gradient_bytes(self, dims: Dims) -> Any:
         """One float32 dQ of one head."""
-        return self.tiles(dims) * (BLOCK_ROWS * self.width * 4)
+        return self.tiles(dims) * (self.rows * self.width * 4)
 
     def several(self, dims: Dims) -> Any:
         """1 where a head has several parts, otherwise 0."""

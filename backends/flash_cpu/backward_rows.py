@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from . import elements, masking, rows
 from .added import Added
-from .backward_buffers import BLOCK_KEYS, BLOCK_ROWS, Buffers
+from .backward_buffers import BLOCK_KEYS, Buffers
 from .emit import Function, f32, i32, i64, ptr
 from .forward import UNSEEN_TOP
 from .handler import State
@@ -26,7 +26,7 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
     """
     isa, kernel, pack = buffers.isa, buffers.kernel, buffers.pack
     at, of_block = buffers.tile[0], buffers.block[0]
-    size, n = elements.SIZE[kernel.dtype], BLOCK_ROWS
+    size, n = elements.SIZE[kernel.dtype], buffers.rows
     key_terms, value_terms = buffers.key_terms, buffers.value_terms
     copy_query = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim, pack)
     copy_value = rows.copy_row(module, isa, "copy_d_out", kernel.dtype, kernel.value_head_dim, pack)
@@ -51,8 +51,8 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
         e.run(fill, targets[1], n * value_terms, e.const(f32, 0.0))
         for name, number in ((TOP, UNSEEN_TOP), (INVERSE, 1.0), (DELTA, 0.0), (LIMIT, NEVER), (D_LSE, 0.0)):
             e.run(fill, per_query.at(name * n, 4), n, e.const(f32, number))
-        with e.loop(0, count) as i:
-            place = rows.query_place(e, start + i, batch, head % dims["K"], group, dims["T"], heads)
+        of_head = batch, head % dims["K"], group, dims["T"], heads
+        with rows.each_query(e, (start, count), *of_head) as (i, place):
             top, total = (pointer[x].at(place, 4).load(f32) for x in ("top", "total"))
             with e.when((top < UNSEEN_TOP / 2) & total.equals(total)):
                 out, d_out = (pointer[x].at(place * kernel.value_head_dim, size) for x in ("out", "d_out"))
@@ -92,6 +92,7 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
     )
     finite = [rows.finite(module, isa, f"finite_{name}", kernel.dtype, depth) for name, depth, *_ in sides]
     join = rows.join(module, isa, "join_keys", buffers.width) if pack == 2 else None
+    turn = rows.transpose(module, isa, "turn_keys", BLOCK_KEYS // 2, buffers.width) if isa.tiles else None
     rows.fill(module, isa)
     with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
         dims = state.dims(s)
@@ -113,7 +114,9 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
             for (side, _, terms, copy), source in zip(sides, sources, strict=True):
                 rows.copy_or_zeros(e, whole, copy, source, w.at(at[side]).at(j * terms, 4), terms)
         if join is not None:
-            e.run(join, w.at(at["key"]), w.at(at["key_joined"]), BLOCK_KEYS)
+            e.run(join, w.at(at["key"]), w.at(at["key_joined" if turn is None else "plain"]), BLOCK_KEYS)
+        if turn is not None:
+            e.run(turn, w.at(at["plain"]), w.at(at["key_joined"]))
         masking.key_bounds(e, w.at(at["position"]), w.at(at["key_id"]), BLOCK_KEYS, isa.strip, w.at(at["records"]))
     return e.function
 
@@ -142,30 +145,34 @@ def emit_store_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fu
 
 
 def emit_write(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
-    """``write(state, source, head, tile)``: one tile of dq, times the softmax scale."""
+    """``write(state, workspace, source, head, tile)``: one tile of dq, times the softmax scale."""
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
     size = elements.SIZE[kernel.out_dtype]
     write_row = rows.write_row(module, isa, "write_d_query", kernel.out_dtype, kernel.head_dim)
-    with Function(module, "write", [ptr, ptr, i64, i64]) as (e, (s, source, head, tile)):
+    turn = rows.transpose(module, isa, "transpose_d_query", width, buffers.rows) if isa.tiles else None
+    with Function(module, "write", [ptr, ptr, ptr, i64, i64]) as (e, (s, w, source, head, tile)):
         dims = state.dims(s)
         heads, kv_heads = dims["N"], dims["K"]
-        group, (start, count) = heads // kv_heads, buffers.rows_of(e, dims, tile)
+        of_head = head // kv_heads, head % kv_heads, heads // kv_heads, dims["T"], heads
         scale = state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32)
-        with e.loop(0, count) as i:
-            place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], heads)
+        plain = source
+        if turn is not None:
+            plain = w.at(buffers.block[0]["plain"])
+            e.run(turn, source, plain)
+        with rows.each_query(e, buffers.rows_of(e, dims, tile), *of_head) as (i, place):
             target = state.pointer(s, "data:d_query").at(place * kernel.head_dim, size)
-            e.run(write_row, source.at(i * width, 4), target, scale)
+            e.run(write_row, plain.at(i * width, 4), target, scale)
     return e.function
 
 
 def emit_write_slopes(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``write_slopes(state, rows, head, tile, part)``: of a tile's rows, the sums of ``dS`` times distance."""
-    extra = Added(buffers.isa, buffers.kernel.arrays, state, BLOCK_ROWS)
+    extra = Added(buffers.isa, buffers.kernel.arrays, state, buffers.rows)
     with Function(module, "write_slopes", [ptr, ptr] + [i64] * 3) as (e, (s, rows_, head, tile, part)):
         dims = state.dims(s)
-        kv_heads, start = dims["K"], tile * BLOCK_ROWS
+        kv_heads, start = dims["K"], tile * buffers.rows
         group = dims["N"] // kv_heads
-        with e.loop(0, e.min(dims["T"] * group - start, BLOCK_ROWS)) as i:
+        with e.loop(0, e.min(dims["T"] * group - start, buffers.rows)) as i:
             place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], dims["N"])
             target = state.pointer(s, "data:d_slope").at(place * dims["P"] + part, 4)
             target.store(extra.distances(rows_).at(i, 4).load(f32))

@@ -10,11 +10,15 @@ from .emit import BFloat, Function, Value, f16, f32, i8, i16, i32, vector
 from .isa import AVX512, Isa
 
 SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 # XLA_FFI_DataType
 XLA_TYPE = {"float32": 11, "bfloat16": 16, "float16": 10, "int32": 4, "int8": 2, "uint8": 6, "bool": 1}
 
-# 2**f for |f| <= 1/2, highest power first: relative error 2e-9 before rounding.
+# 2**f, highest power first, with the relative error before rounding. For |f| <= 1/2: 2e-9.
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184373e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+# For f from 0 to 1, exact at both ends: 2.2e-9; and 9.2e-8, for what becomes bfloat16. Minimax, by Remez's exchange.
+_EXP2_FRACTION = (2.1715021e-4, 1.2440879e-3, 9.6780639e-3, 5.5484153e-2, 2.4022952e-1, 6.9314700e-1, 1.0)
+_EXP2_SHORT = (1.8793188e-3, 8.9909947e-3, 5.5818677e-2, 2.4015927e-1, 6.9315171e-1, 1.0)
 _ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds to an integer
 # tanh(x) = x + x**3 * p(x**2) for |x| < 0.625 (Cephes, tanhf)
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
@@ -74,18 +78,18 @@ def multiply_add(e: Function, x: Value, y: Value, total: Value) -> Value:
     return e.call("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, y)
 
 
-def exp2(e: Function, isa: Isa, x: Value) -> Value:
-    """2**x to an ulp or so, for x up to 127.
+def exp2(e: Function, isa: Isa, x: Value, *, pack: int = 1) -> Value:
+    """2**x for x up to 127, to an ulp or so; for pairs of bfloat16 (a ``pack`` of 2) to two or three.
 
     Below -126 AVX-512 rounds to a subnormal or zero; elsewhere the result stays at 2**-126.
     """
     lanes = x.type.count
     type_ = vector(f32, lanes)
     if isa.lanes == AVX512.lanes:
-        zero, every, nearest = e.const(type_, 0.0), e.const(i16, -1), e.const(i32, 8)
-        f = e.call("llvm.x86.avx512.mask.reduce.ps.512", type_, x, nearest, zero, every, e.const(i32, 4))
-        p = _polynomial(e, _EXP2, f)
-        return e.call("llvm.x86.avx512.mask.scalef.ps.512", type_, p, x - f, zero, every, e.const(i32, 4))
+        zero, every, floor = e.const(type_, 0.0), e.const(i16, -1), e.const(i32, 9)
+        f = e.call("llvm.x86.avx512.mask.reduce.ps.512", type_, x, floor, zero, every, e.const(i32, 4))
+        p = _polynomial(e, _EXP2_FRACTION if pack == 1 else _EXP2_SHORT, f)
+        return e.call("llvm.x86.avx512.mask.scalef.ps.512", type_, p, x, zero, every, e.const(i32, 4))
     x = e.max(x, -126.0)
     t = x + _ROUND
     p = _polynomial(e, _EXP2, x - (t - _ROUND))

@@ -93,8 +93,11 @@ def fits(dims: Dims) -> list[tuple[Any, str]]:
 
 
 def block_rows(isa: Isa) -> int:
-    """Query rows per tile: as many groups as make about 96 rows."""
-    return max(1, 96 // isa.group) * isa.group
+    """Query rows per tile: as many groups as make about 96 rows; one where tile registers take products.
+
+    They wait for what is not in the first cache, which holds one group and a block of keys.
+    """
+    return isa.group * (1 if isa.tiles else max(1, 96 // isa.group))
 
 
 def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]:
@@ -104,7 +107,8 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     value_width = rows.padded(kernel.value_head_dim, isa)
     return offsets(
         query=queries * width * 4,
-        scores=max(keys, width) * queries * 4,
+        # Also pairs of values while they are packed (panels.py).
+        scores=max(max(keys, width) * queries, rows.padded(keys, isa, 2) * value_width) * 4,
         added=keys * queries * 4 * kernel.arrays.any,
         added_rows=Added.row_bytes(queries) * kernel.arrays.any,
         out=queries * value_width * 4,
@@ -216,8 +220,7 @@ def emit_read(
         plain = w.at(at["scores"])  # free until the first block
         query = state.pointer(s, "data:query")
         e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
-        with e.loop(0, count) as i:
-            place = rows.query_place(e, start + i, batch, kv_head, group, dims["T"], heads)
+        with rows.each_query(e, (start, count), batch, kv_head, group, dims["T"], heads) as (i, place):
             source, target = query.at(place * kernel.head_dim, size), plain.at(i * width, 4)
             whole = e.run(finite, source)
             rows.copy_or_zeros(e, whole, copy, source, target, width)
@@ -266,7 +269,7 @@ def emit_attend(
         for mixed in (False, True)
     )
     fetch = None if extra is None else extra.emit_fetch(module)
-    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack)
+    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack, blocks.turned)
     stride = queries if kernel.arrays.any else None
     spoil, fill = _emit_spoil(module, isa, stride), rows.fill(module, isa)
     sums = RunningSums(module, isa, at, queries, value_width)
@@ -311,7 +314,7 @@ def emit_attend(
                         for lane in range(0, isa.group, isa.lanes):
                             to_top.at(lane, 4).store(running["top"].at(lane, 4).load(type_))
                     if value_width:
-                        out = w.at(at["out"]).at(g * value_width, 4)
+                        out = sums.of_group(w.at(at["out"]), g)
                         weigh.emit(e, s, v, out, (0, isa.group), visited)
                         with e.when(marks.load(i32).compare("!=", 0)):
                             seen_by = (running[name] for name in ("first", "last", "query_id"))
@@ -344,6 +347,7 @@ def emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: di
     """``write(state, workspace, head, start, count)``: output over sum; a row that saw nothing is zero."""
     value_width = rows.padded(kernel.value_head_dim, isa)
     put = rows.write_row(module, isa, "write_out", kernel.out_dtype, kernel.value_head_dim)
+    turn = rows.transpose(module, isa, "transpose_out", value_width, block_rows(isa)) if isa.tiles else None
     size = 4 if kernel.out_dtype == "float32" else 2
     with Function(module, "write", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
         dims = state.dims(s)
@@ -351,14 +355,16 @@ def emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: di
         group = heads // dims["K"]
         batch, kv_head = head // dims["K"], head % dims["K"]
         out, tops, totals = (state.pointer(s, f"data:{n}") for n in ("out", "top", "total"))
-        one = e.const(f32, 1.0)
-        with e.loop(0, count) as i:
-            place = rows.query_place(e, start + i, batch, kv_head, group, dims["T"], heads)
+        one, plain = e.const(f32, 1.0), w.at(at["out"])
+        if turn is not None:
+            plain = w.at(at["earlier_out"])  # added to the output by now
+            e.run(turn, w.at(at["out"]), plain)
+        with rows.each_query(e, (start, count), batch, kv_head, group, dims["T"], heads) as (i, place):
             total, top = (w.at(at[n]).at(i, 4).load(f32) for n in ("total", "top"))
             unseen = top <= HIDDEN / 2
             e.run(
                 put,
-                w.at(at["out"]).at(i * value_width, 4),
+                plain.at(i * value_width, 4),
                 out.at(place * kernel.value_head_dim, size),
                 e.select(unseen, e.const(f32, 0.0), one / total),
             )

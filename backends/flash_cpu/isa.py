@@ -59,6 +59,7 @@ AMX_BF16 = dataclasses.replace(
     AVX512_BF16,
     name="amx_bf16",
     score_rows=16,
+    score_vectors=2,
     value_rows=16,
     needs=(*AVX512_BF16.needs, "amx-tile", "amx-bf16"),
     tiles=True,

@@ -4,7 +4,8 @@ The shared part of the scratch memory, with room for ``R`` of the KV heads of al
 Head ``n`` has place ``n % R``::
 
     keys    terms [R][Sp][Hp]          Hp: terms of the head dimension, in whole vectors
-    values  terms [R][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors
+    values  terms [R][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors; with tile registers each
+                                       block is transposed, [Vp][its keys / 2], those in whole vectors
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
     spoilt  int32 [R][Sp / block][1 + block]    per key 1 if it is not finite, else 0; first whether any is
 
@@ -51,7 +52,9 @@ class Blocks:
         self.keys_per_block = -(-keys // strip) * strip
         self.key_width, self.value_width = rows.padded(head_dim, isa, self.pack), rows.padded(value_head_dim, isa)
         self.key_terms = self.keys_per_block * self.key_width
-        self.value_terms = self.keys_per_block // self.pack * self.value_width
+        # With tile registers, the terms of a row of transposed values; else 0.
+        self.turned = rows.padded(self.keys_per_block, isa, self.pack) if isa.tiles and value_head_dim else 0
+        self.value_terms = (self.turned or self.keys_per_block // self.pack) * self.value_width
         self.record_bytes = masking.RECORD * (1 + self.keys_per_block // strip)  # bounds of all keys, and of each strip
         self.spoilt_numbers = 1 + self.keys_per_block
 
@@ -124,6 +127,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     copies = {n: rows.copy_row(module, isa, f"copy_{n}", dtype, width, pack) for n, width in widths.items() if width}
     finite = {n: rows.finite(module, isa, f"finite_{n}", dtype, widths[n]) for n in copies}
     join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
+    turn = rows.transpose(module, isa, "turn_values", blocks.turned, blocks.value_width) if blocks.turned else None
     rows.fill(module, isa)
     bounds = _emit_layout_block(module, blocks, state)
     with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, w, index)):
@@ -139,6 +143,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         values = blocks.value_rows(shared, dims, head).at(n * blocks.value_terms, 4)
         spoilt = blocks.spoilt(shared, dims, head).at(n * blocks.spoilt_numbers, 4)
         any_spoilt = e.variable(e.const(i32, 0))
+        pairs = values if turn is None else w.at(aligned(2 * strides["value"] * 4))
         with e.loop(0, keys_per_block, pack) as term:
             # Rows of values are joined where they lie one behind the other, in the workspace.
             to_value = w if joined else values.at(term * blocks.value_width, 4)
@@ -161,7 +166,9 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                 for name, copy in copies.items():
                     rows.copy_or_zeros(e, exists(), copy, sources[name], targets[name], strides[name])
             if join is not None:
-                e.run(join, w, values.at(term // pack * blocks.value_width, 4), pack)
+                e.run(join, w, pairs.at(term // pack * blocks.value_width, 4), pack)
+        if turn is not None:
+            e.run(turn, pairs, values)
         spoilt.store(any_spoilt())
         with e.when((head % heads).equals(0) & (batch % share).equals(0)):
             e.run(bounds, s, row, n)

@@ -10,7 +10,8 @@ multiply and add into accumulators that stay in registers.
 
 A term of the sum takes four bytes in either operand. It is one float32, or two neighbours along the summed index as
 bfloat16 where the processor multiplies these (``pack`` is 1 or 2): half the terms, and the same loop. AMX multiplies
-pairs by tile registers (``tiles.py``).
+pairs by tile registers (``tiles.py``), whose left operand has its terms next to each other. ``P`` has them in rows:
+with AMX the second product is computed transposed, ``O[d, r] += sum_k V[d, k] P[k, r]``, of values packed for that.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ TERMS = 32
 
 
 def product(module: ir.Module, isa: Isa, name: str, tile: Tile) -> ir.Function:
-    """A function ``(a, b, c, terms)`` that computes one tile."""
-    if isa.tiles and tile.pack == 2:
+    """A function ``(a, b, c, terms)`` that computes one tile; with tile registers that of ``tiles.py``."""
+    if isa.tiles:
         return tiles.product(module, name, tile)
     type_, scalar = vector(f32, isa.lanes), f32 if tile.pack == 1 else i32
     columns = [j * isa.lanes for j in range(tile.vectors)]
@@ -69,19 +70,23 @@ class Scores:
     key_stride: int
     score_stride: int
     depth: int  # in terms
-    tiled: bool
 
     @staticmethod
     def of(module: ir.Module, isa: Isa, name: str, depth: int, key_stride: int, queries: int, pack: int = 1) -> Scores:
         """``depth`` is the head dimension, ``queries`` the row stride of ``Q[d, q]`` and of ``S[k, q]``."""
         tile = Tile(isa.score_rows, isa.score_vectors, key_stride, 1, queries, queries, accumulate=False, pack=pack)
         first = product(module, isa, name, tile)
-        further = product(module, isa, f"{name}_more", dataclasses.replace(tile, accumulate=True))
-        return Scores(isa, first, further, key_stride, queries, -(-depth // pack), isa.tiles and pack == 2)
+        more = dataclasses.replace(tile, accumulate=True)
+        further = first if isa.tiles else product(module, isa, f"{name}_more", more)
+        return Scores(isa, first, further, key_stride, queries, -(-depth // pack))
 
     def emit(self, e: Function, keys: Value, queries: Value, scores: Value, start: Value, stop: Value) -> None:
         """Keys ``start`` to ``stop``; all pointers are to key 0 and to the group's first query."""
-        pieces = [tiles.whole(self.depth)] if self.tiled else split(self.depth, TERMS)
+        if self.isa.tiles:
+            left, out = keys.at(start * self.key_stride, 4), scores.at(start * self.score_stride, 4)
+            e.run(self.first, left, queries, out, tiles.whole(self.depth), stop - start)
+            return
+        pieces = split(self.depth, TERMS)
         with e.loop(start, stop, self.isa.score_rows) as k:
             key, score, done = keys.at(k * self.key_stride, 4), scores.at(k * self.score_stride, 4), 0
             for terms in pieces:
@@ -92,7 +97,10 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weighted:
-    """``C[r, :] += sum_n A[r, n] B[n, :]`` over the padded head dimension, by tiles of ``isa.value_rows`` rows."""
+    """``C[r, :] += sum_n A[r, n] B[n, :]`` over the padded head dimension, by tiles of ``isa.value_rows`` rows.
+
+    Where ``turned``, B and C are transposed, ``C[d, r] += sum_n B[d, n] A[n, r]``, and rows are taken group by group.
+    """
 
     isa: Isa
     tiles: tuple[tuple[int, ir.Function], ...]  # first column of each strip of the head dimension, and its tile
@@ -100,10 +108,20 @@ class Weighted:
     term_stride: int
     width: int
     pack: int
+    turned: int  # the row stride of B that is transposed; 0 of one that is not
 
     @staticmethod
-    def of(module: ir.Module, isa: Isa, name: str, width: int, strides: tuple[int, int], pack: int = 1) -> Weighted:
-        """``width``: the padded head dimension, and the row stride of B and C. ``strides``: of A's rows and terms."""
+    def of(
+        module: ir.Module, isa: Isa, name: str, width: int, strides: tuple[int, int], pack: int = 1, turned: int = 0
+    ) -> Weighted:
+        """``width``: the padded head dimension, and the row stride of B and C. ``strides``: of A's rows and terms.
+
+        With ``turned``, A's rows are next to each other, and C has its term stride.
+        """
+        if turned:
+            stride = strides[1]
+            tile = Tile(isa.value_rows, isa.score_vectors, turned, 1, stride, stride, accumulate=True, pack=pack)
+            return Weighted(isa, ((0, product(module, isa, name, tile)),), *strides, width, pack, turned)
         functions: dict[int, ir.Function] = {}
         tiles, column = [], 0
         for vectors in split(width // isa.lanes, isa.value_vectors):
@@ -112,21 +130,28 @@ class Weighted:
                 functions[vectors] = product(module, isa, f"{name}_{vectors}", tile)
             tiles.append((column, functions[vectors]))
             column += vectors * isa.lanes
-        return Weighted(isa, tuple(tiles), *strides, width, pack)
+        return Weighted(isa, tuple(tiles), *strides, width, pack, turned)
 
     def emit(self, e: Function, a: Value, b: Value, c: Value, rows: tuple[Any, Any], terms: tuple[Any, Any]) -> None:
         """Rows and indices ``n`` from the first to before the last; all pointers are to row 0 and to index 0."""
-        start, stop = ((x if isinstance(x, Value) else e.const(i64, x)) // self.pack for x in terms)
-        left, right = a.at(start * self.term_stride, 4), b.at(start * self.width, 4)
+        first, last, *bounds = (x if isinstance(x, Value) else e.const(i64, x) for x in (*rows, *terms))
+        start, stop = (x // self.pack for x in bounds)
+        left, right = a.at(start * self.term_stride, 4), b.at(start * (1 if self.turned else self.width), 4)
         for column, tile in self.tiles:
-            with e.loop(rows[0], rows[1], self.isa.value_rows) as r:
-                e.run(
-                    tile,
-                    left.at(r * self.row_stride, 4),
-                    right.at(column, 4),
-                    c.at(r * self.width + column, 4),
-                    stop - start,
-                )
+            if self.turned:
+                with e.loop(first, last, self.isa.group) as r:
+                    e.run(tile, right, left.at(r, 4), c.at(r, 4), stop - start, self.width)
+                continue
+
+            def places(r: Value, column: int = column) -> tuple[Value, ...]:
+                of_row = c.at(r * self.width + column, 4)
+                return left.at(r * self.row_stride, 4), right.at(column, 4), of_row, stop - start
+
+            if self.isa.tiles:
+                e.run(tile, *places(first), last - first)
+            else:
+                with e.loop(first, last, self.isa.value_rows) as r:
+                    e.run(tile, *places(r))
 
 
 def split(vectors: int, most: int) -> list[int]:

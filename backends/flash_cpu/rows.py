@@ -8,7 +8,8 @@ share a tile, so that a key is read once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from llvmlite import ir
 
@@ -80,27 +81,32 @@ def join(module: ir.Module, isa: Isa, name: str, width: int) -> ir.Function:
 
 def dot(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
     """A function ``(first, second) -> float32``: the product of two rows of ``width`` numbers of ``dtype``."""
+    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
     with Function(module, name, [ptr, ptr], f32) as (e, sources):
-        e.ret(_summed(e, isa, dtype, width, sources, e.fma))
+        total, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
+        for start, stop, sum_, lanes in ((0, whole, total, isa.lanes), (whole, width, rest, None)):
+            with e.loop(start, stop, lanes or 1) as d:
+                x, y = (elements.load(e, row.at(d, size), dtype, lanes) for row in sources)
+                sum_.set(e.fma(x, y, sum_()))
+        e.ret(e.add_up(total()) + rest())
     return e.function
 
 
 def finite(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
-    """A function ``(source) -> i1``: whether ``width`` numbers of ``dtype`` are. Others less themselves are NaN."""
-    with Function(module, name, [ptr], i1) as (e, sources):
-        e.ret(_summed(e, isa, dtype, width, sources, lambda x, total: total + (x - x)).equals(0.0))
+    """A function ``(source) -> i1``: whether ``width`` numbers of ``dtype`` are finite, seen by their exponents."""
+    size, infinity = elements.SIZE[dtype], elements.INFINITY[dtype]
+    type_, lanes = {4: i32, 2: i16}[size], isa.lanes * 4 // size
+    whole, without_sign = width // lanes * lanes, (1 << 8 * size - 1) - 1
+    with Function(module, name, [ptr], i1) as (e, (source,)):
+        found = []
+        for start, stop, count in ((0, whole, lanes), (whole, width, None)):
+            largest = e.variable(e.const(vector(type_, count), 0))
+            with e.loop(start, stop, count or 1) as d:
+                bits = source.at(d, size).load(largest.type, size)
+                largest.set(e.max(bits & without_sign, largest()))
+            found.append(largest() >= infinity)
+        e.ret((e.any(found[0]) | found[1]).equals(0))
     return e.function
-
-
-def _summed(e: Function, isa: Isa, dtype: str, width: int, sources: list[Value], add: Callable[..., Value]) -> Value:
-    """``add(*numbers, total)`` over rows of ``width`` numbers: whole vectors, and the rest one by one."""
-    size, whole = elements.SIZE[dtype], width // isa.lanes * isa.lanes
-    total, rest = e.variable(e.const(vector(f32, isa.lanes), 0.0)), e.variable(e.const(f32, 0.0))
-    for start, stop, sum_, lanes in ((0, whole, total, isa.lanes), (whole, width, rest, None)):
-        with e.loop(start, stop, lanes or 1) as d:
-            numbers = [elements.load(e, row.at(d, size), dtype, lanes) for row in sources]
-            sum_.set(add(*numbers, sum_()))
-    return e.add_up(total()) + rest()
 
 
 def write_row(module: ir.Module, isa: Isa, name: str, dtype: str, width: int) -> ir.Function:
@@ -180,3 +186,17 @@ def copy_or_zeros(e: Function, good: Value, copy: ir.Function, source: Value, ta
 def query_place(e: Function, row: Value, batch: Value, head: Value, group: Value, tokens: Value, heads: Value) -> Value:
     """Index over ``[batch, tokens, heads]`` of a row of a KV head's queries."""
     return (batch * tokens + row // group) * heads + head * group + row % group
+
+
+@contextmanager
+def each_query(
+    e: Function, rows: tuple[Value, Value], batch: Value, head: Value, group: Value, tokens: Value, heads: Value
+) -> Iterator[tuple[Value, Value]]:
+    """A loop over ``rows``, the first and how many: the number of a row among them, and its :func:`query_place`."""
+    start, count = rows
+    place, member = e.variable(query_place(e, start, batch, head, group, tokens, heads)), e.variable(start % group)
+    with e.loop(0, count) as i:
+        yield i, place()
+        next_token = (member() + 1).equals(group)
+        place.set(place() + e.select(next_token, heads - group + 1, 1))
+        member.set(e.select(next_token, e.const(i64, 0), member() + 1))

@@ -20,11 +20,14 @@ JOINED_BLOCKS = 32
 
 
 class RunningSums:
-    """In the buffers ``at``: ``out`` and ``total`` of the latest blocks, ``earlier_out`` and ``earlier_total``."""
+    """In the buffers ``at``: ``out`` and ``total`` of the latest blocks, ``earlier_out`` and ``earlier_total``.
+
+    Outputs are rows of ``width`` numbers; with tile registers they are transposed (``products.py``).
+    """
 
     def __init__(self, module: ir.Module, isa: Isa, at: dict[str, int], queries: int, width: int) -> None:
         self._isa, self._at, self._width, self._type = isa, at, width, vector(f32, isa.lanes)
-        self._sizes = {"out": queries * width, "total": queries}
+        self._sizes, self._queries = {"out": queries * width, "total": queries}, queries
         self._fill, self._rescale, self._add = (
             rows.fill(module, isa),
             self._emit_rescale(module),
@@ -49,12 +52,16 @@ class RunningSums:
 
     def rescale(self, e: Function, w: Value, block: Value, group: Value, decay: Value) -> None:
         """The maxima of a group of rows were raised in ``block``; the softmax has rescaled its ``total``."""
-        e.run(self._rescale, w.at(self._at["out"]).at(group * self._width, 4), decay)
+        e.run(self._rescale, self.of_group(w.at(self._at["out"]), group), decay)
         with e.when(block >= JOINED_BLOCKS):
-            e.run(self._rescale, self._earlier(w, "out").at(group * self._width, 4), decay)
+            e.run(self._rescale, self.of_group(self._earlier(w, "out"), group), decay)
             for lane in range(0, self._isa.group, self._isa.lanes):
                 place = self._earlier(w, "total").at(group, 4).at(lane, 4)
                 place.store(place.load(self._type) * decay.at(lane, 4).load(self._type))
+
+    def of_group(self, out: Value, group: Value) -> Value:
+        """Of outputs: those of a group of rows, which is numbered by its first row."""
+        return out.at(group if self._isa.tiles else group * self._width, 4)
 
     def _earlier(self, w: Value, name: str) -> Value:
         return w.at(self._at[f"earlier_{name}"])
@@ -62,6 +69,13 @@ class RunningSums:
     def _emit_rescale(self, module: ir.Module) -> ir.Function:
         """``rescale(out, decay)``: every row of a group times its factor."""
         isa, arguments = self._isa, [ptr, ptr]
+        if isa.tiles:
+            with Function(module, "rescale", arguments) as (e, (out, decay)), e.loop(0, isa.group, isa.lanes) as i:
+                factor = decay.at(i, 4).load(self._type)
+                with e.loop(0, self._width) as d:
+                    place = out.at(d * self._queries + i, 4)
+                    place.store(place.load(self._type) * factor)
+            return e.function
         with Function(module, "rescale", arguments) as (e, (out, decay)), e.loop(0, isa.group) as i:
             factor = e.splat(decay.at(i, 4).load(f32), isa.lanes)
             with e.loop(0, self._width, isa.lanes) as d:

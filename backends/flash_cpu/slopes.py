@@ -57,17 +57,18 @@ def slopes(
     :data:`LIMIT`, :data:`D_LSE` (the cotangent of the log-sum-exp), intervals and ids. What a query does not see comes
     out as exactly zero, whatever it holds.
 
-    With a ``pack`` of 2 both become bfloat16: row ``k`` holds pairs of queries in its first half, and row ``n`` of
-    ``by_key`` has ``dS`` of keys ``2 n`` and ``2 n + 1``. With 1, ``by_key`` is not written.
+    With a ``pack`` of 2 both become bfloat16: row ``k`` holds pairs of queries in its first half, in which two last
+    pointers are to the group's place; and row ``n`` of ``by_key`` has ``dS`` of keys ``2 n`` and ``2 n + 1``. With 1,
+    ``by_key`` is not written.
 
     Where ``added``, another pointer after ``numbers`` is to what is added to each score (``added.py``). The slope of
-    the sum, float32, takes its place. With ``modify``, a score function, a last pointer is to the rows that it reads.
+    the sum, float32, takes its place. With ``modify``, a score function, another is to the rows that it reads.
     """
     lanes, vectors, type_ = isa.lanes, range(isa.score_vectors), vector(f32, isa.lanes)
-    pointers = 7 + added + (modify is not None)
+    pointers = 7 + added + (modify is not None) + 2 * (pack == 2)
     with Function(module, "slopes_mixed" if mixed else "slopes", [ptr] * pointers + [i64] * 2) as (e, arguments):
         scores, d_probs, by_key, per_query, position, key_id, numbers, *more, start, stop = arguments
-        to_add, of_rows = more[:added], more[added:]
+        to_add, of_rows, targets = more[:added], more[added:], more[-2:] if pack == 2 else (scores, d_probs)
 
         def row(n: int) -> list:
             return [per_query.at(n * queries + v * lanes, 4).load(type_) for v in vectors]
@@ -89,10 +90,10 @@ def slopes(
                 factor, bend = e.const(type_, 1.0), turn if bend is None else turn * bend
             seen, terms = None, to_add[0].at(k * queries + v * lanes, 4) if added else None
             if terms is None:
-                p = exp2(e, isa, e.fma(raw, factor, negative[v])) * inverse[v]
+                p = exp2(e, isa, e.fma(raw, factor, negative[v]), pack=pack) * inverse[v]
             else:
                 x = e.fma(raw, factor, terms.load(type_))
-                p, seen = exp2(e, isa, x + negative[v]) * inverse[v], x > HIDDEN / 2
+                p, seen = exp2(e, isa, x + negative[v], pack=pack) * inverse[v], x > HIDDEN / 2
             slope = p * (d_probs.at(k * queries + v * lanes, 4).load(type_) - delta[v])
             slope = e.fma(p, d_lse[v], e.select(p > limit[v], zero, slope))
             if see is not None:
@@ -107,7 +108,7 @@ def slopes(
             for v in vectors:
                 of_keys = [at_key(k + n, v) for n in range(pack)]
                 for n, numbers_ in enumerate(of_keys):
-                    for target, x in zip((scores, d_probs), numbers_, strict=True):
+                    for target, x in zip(targets, numbers_, strict=True):
                         row_ = target.at((k + n) * queries, 4)
                         if pack == 1:
                             row_.at(v * lanes, 4).store(x)

@@ -125,7 +125,7 @@ def softmax(
         def weight(k: Value, v: int) -> Value:
             """Of one key for a vector of queries, and added to their sums."""
             x = of(scores.at(k * queries, 4), v).load(type_)
-            p = exp2(e, isa, e.fma(x, scale, negative[v]))
+            p = exp2(e, isa, e.fma(x, scale, negative[v]), pack=pack)
             p = e.select(x <= HIDDEN / 2, e.const(type_, 0.0), p) if hides else p
             sums[v].set(sums[v]() + p)
             return p

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from . import rows
 from .backward import emit_add, emit_step
-from .backward_buffers import BLOCK_KEYS, BLOCK_ROWS, Buffers, blocks, operands, results
+from .backward_buffers import BLOCK_KEYS, Buffers, blocks, operands, results
 from .backward_rows import emit_load_block, emit_load_tile, emit_store_block, emit_write
 from .emit import Function, f32, i32, i64, ptr, vector
 from .handler import Phase, Signature, State
@@ -41,7 +41,7 @@ def _emit_item(module: ir.Module, buffers: Buffers, unit: int, state: State, wri
     """``item(state, workspace, index)``: every ``P``-th key block of a KV head, for the query tiles that list it."""
     load_tile, store = emit_load_tile(module, buffers, state), emit_store_block(module, buffers, state)
     visit = _emit_visit(module, buffers, state)
-    tile_terms = BLOCK_ROWS * buffers.width
+    tile_terms = buffers.rows * buffers.width
     keep = rows.copy_row(module, buffers.isa, "keep_d_query", "float32", tile_terms)
     fill = rows.fill(module, buffers.isa)
     (of_tile, tile_size), (of_block, block_size), (_, size) = buffers.tile, buffers.block, buffers.gradients
@@ -77,7 +77,7 @@ def _emit_item(module: ir.Module, buffers: Buffers, unit: int, state: State, wri
                 d_query, n = tiles.at(r * tile_size + of_tile["d_query"]), i * most + r
                 e.either(
                     parts.equals(1),
-                    lambda d=d_query, n=n: e.run(write, s, d, head, n),
+                    lambda d=d_query, n=n: e.run(write, s, w, d, head, n),
                     lambda d=d_query, n=n: e.run(keep, d, partials.at(n * tile_terms, 4)),
                 )
         with e.loop(part, blocks(dims), parts) as n:

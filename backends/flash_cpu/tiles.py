@@ -6,8 +6,8 @@ the product of two of them, whose terms are pairs of bfloat16, to a third of flo
     C[m, n] += sum_k A[m, k][0] B[k, n][0] + A[m, k][1] B[k, n][1]        m, n, k below 16
 
 So the loop of ``products.py`` takes 16 terms at once, in the layouts that it has. The sum over ``k`` starts at zero and
-is added to C when it is complete: a long sum is a sum of short sums. A keys-major left operand (the probabilities) has
-its terms in rows instead of columns, and 16 x 16 of its terms are transposed on the way into a register.
+is added to C when it is complete: a long sum is a sum of short sums. Terms of the left operand lie next to each other;
+a product whose left operand has them in rows (the probabilities) is computed transposed (``products.py``).
 
 Sizes of registers are configured per thread. A worker of ``handler.py`` loads the configuration before its first item,
 and gives the registers back after the last, since the thread is XLA's.
@@ -26,8 +26,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import rows
-from .emit import Function, Value, constant, i8, i32, i64, ptr, vector, void
+from .emit import Function, Value, constant, i8, i64, ptr, void
 
 # Registers 0 to 3 hold sums. Two more hold a left and a right operand of 16 terms, the last two operands of 8.
 SIZES = (*[(16, 64)] * 6, (16, 32), (8, 64))  # rows and bytes per row
@@ -85,41 +84,49 @@ def whole(terms: int) -> int:
 
 
 def product(module: ir.Module, name: str, tile: Tile) -> ir.Function:
-    """As ``products.product``, for 16 rows and at most 4 vectors. ``terms`` is a multiple of 8; pairs that pad are 0.
+    """A function ``(a, b, c, terms, rows)``: as ``products.product``, for any number of whole tiles of 16 rows.
 
-    Of the left operand's strides one is 1.
+    ``terms`` is a multiple of 8; pairs that pad are 0. The terms of the left operand lie next to each other. A tile has
+    at most 4 vectors, in two halves. The sums of one are stored when those of the next are on their way: a store behind
+    its own product would wait for it, and what follows for the store.
     """
-    with Function(module, name, [ptr, ptr, ptr, i64]) as (e, (a, b, c, terms)):
-        turned = None if tile.term_stride == 1 else e.stack(ir.ArrayType(i32, 16 * TERMS))
+    middle = -(-tile.vectors // 2)
+    halves = [x for x in (range(middle), range(middle, tile.vectors)) if x]
+    with Function(module, name, [ptr, ptr, ptr, i64, i64]) as (e, (a, b, c, terms, rows)):
 
         def move(way: str, register: int, place: Value, stride: int) -> None:
             operation(e, way, register, place, e.const(i64, stride * 4))
 
-        def multiply(left: int, right: int, n: Value, count: int) -> None:
-            place = a.at(n * tile.term_stride, 4)
-            if turned is None:
-                move("tileloadd64", left, place, tile.row_stride)
-            else:
-                row = vector(i32, 16)
-                square = [place.at(i * tile.term_stride, 4).load(row) for i in range(count)]
-                square += [e.const(row, 0)] * (TERMS - count)
-                for i, x in enumerate(rows.turned(e, square)):
-                    turned.at(i * TERMS, 4).store(x)
-                move("tileloadd64", left, turned, TERMS)
-            for j in range(tile.vectors):
+        def multiply(half: range, left: int, right: int, place: Value, n: Value) -> None:
+            move("tileloadd64", left, place.at(n, 4), tile.row_stride)
+            for j in half:
                 move("tileloadd64", right, b.at(n * tile.b_stride + 16 * j, 4), tile.b_stride)
                 operation(e, "tdpbf16ps", j, left, right)
 
-        for j in range(tile.vectors):
-            if tile.accumulate:
-                move("tileloadd64", j, c.at(16 * j, 4), tile.c_stride)
-            else:
-                operation(e, "tilezero", j)
+        def sums(way: str, half: range, place: Value) -> None:
+            for j in half:
+                move(way, j, place.at(16 * j, 4), tile.c_stride)
+
+        late, pending = halves[-1], e.variable(c)
+        sums("tileloadd64", late, c)  # stored once more, as it is
         rest = terms // TERMS * TERMS
-        with e.loop(0, rest, TERMS) as n:
-            multiply(*WHOLE, n, TERMS)
-        with e.when(rest < terms):
-            multiply(*HALF, rest, HALF_TERMS)
-        for j in range(tile.vectors):
-            move("tilestored64", j, c.at(16 * j, 4), tile.c_stride)
+        with e.loop(0, rows, 16) as r:
+            place, out = a.at(r * tile.row_stride, 4), c.at(r * tile.c_stride, 4)
+            for half in halves:
+                if tile.accumulate:
+                    sums("tileloadd64", half, out)
+                else:
+                    for j in half:
+                        operation(e, "tilezero", j)
+                with e.loop(0, rest, TERMS) as n:
+                    multiply(half, *WHOLE, place, n)
+                with e.when(rest < terms):
+                    multiply(half, *HALF, place, rest)
+                if half is late:
+                    pending.set(out)
+                if len(halves) == 2:
+                    sums("tilestored64", halves[0] if half is late else late, out if half is late else pending())
+            if len(halves) == 1:
+                sums("tilestored64", late, out)
+        sums("tilestored64", late, pending())
     return e.function

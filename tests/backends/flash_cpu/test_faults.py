@@ -30,7 +30,7 @@ from declared import sized
 from emitted import set_apart
 from script import run
 
-ISA = compiler.Processor.here().isa()
+ISA = compiler.Processor.here().isa().of("float32")
 SPEC = sized(70, K=1, H=16, is_causal=True)
 
 
@@ -107,7 +107,7 @@ def test_self_test_that_fails_is_a_reason(monkeypatch, tmp_path, asked_anew):
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [
-        ("elements._EXP2 = (*elements._EXP2[:-1], 1.001)", "float32"),
+        ("elements._EXP2 = elements._EXP2_FRACTION = (*elements._EXP2[:-1], 1.001)", "float32"),
         pytest.param(
             "pairs = elements.pairs; elements.pairs = softmax.pairs = lambda e, low, high: pairs(e, high, low)",
             "bfloat16",
@@ -352,7 +352,7 @@ def test_scratch_memory_of_a_forward_pass_has_room_for_two_groups_of_heads():
 
 def test_scratch_memory_of_a_backward_pass_does_not_grow_with_the_queries():
     kernel = calls.Calls(SPEC, ISA).kernel
-    rows = backward_buffers.PANEL_TILES * backward_buffers.BLOCK_ROWS
+    rows = backward_buffers.PANEL_TILES * backward_buffers.Buffers(ISA, kernel).rows
     dims = {"B": 1, "S": 4096, "N": 8, "K": 2, "C": 1, "P": 1}
     memory = backward.signature(ISA, kernel)
     few, many = (memory.scratch_bytes({**dims, "T": tokens}, 1) for tokens in (rows, 16 * rows))

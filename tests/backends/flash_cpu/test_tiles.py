@@ -18,7 +18,7 @@ from attnsuite.backends.flash_cpu.emit import Function, ptr
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX512_BF16
 from attnsuite.backends.flash_cpu.visibility import visibility
-from emitted import ISAS, assembly, call, set_apart
+from emitted import ISAS, assembly, call, compiled, set_apart
 from emulated_tiles import emulate
 
 SAPPHIRE_RAPIDS = Processor("x86_64-unknown-linux-gnu", "sapphirerapids", tuple((x, True) for x in AMX_BF16.needs))
@@ -125,6 +125,31 @@ def test_registers_have_sizes_that_multiply_and_the_configuration_says_so():
         assert tiles.SIZES[left][1] == 4 * tiles.SIZES[right][0]
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("vectors", [1, 2, 3, 4])
+@pytest.mark.usefixtures("instructions")
+def test_product_of_any_number_of_tiles(vectors, accumulate):
+    rng, width, most = np.random.default_rng(0), 16 * vectors, 40
+    a, b = rng.standard_normal((64, 2 * most)), rng.standard_normal((most, width, 2))
+    a, b, c = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), rng.standard_normal((64, width)).astype(np.float32)
+
+    def build(module):
+        tile = tiles.Tile(16, vectors, most, 1, width, width, accumulate=accumulate, pack=2)
+        made = tiles.product(module, "product", tile)
+        with Function(module, "configured", [ptr] * 3 + [tiles.i64] * 2) as (e, arguments), tiles.configured(e):
+            e.run(made, *arguments)
+        return e.function
+
+    multiply = compiled(AMX_BF16, build)
+    for rows, terms in ((16, 16), (32, 8), (48, 40)):
+        out = c.copy()
+        multiply(a.view(np.int16), b.view(np.int16), out, terms, rows)
+        wide = a[:rows, : 2 * terms].astype(np.float64)
+        right = wide @ b[:terms].astype(np.float64).transpose(0, 2, 1).reshape(2 * terms, width)
+        np.testing.assert_allclose(out[:rows], right + c[:rows] * accumulate, rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(out[rows:], c[rows:])
+
+
 def _function(text, name):
     """Of an assembly."""
     return text[text.index(f"\n{name}:") :].split("\n.Lfunc_end")[0]
@@ -140,7 +165,8 @@ def test_products_are_compiled_to_amx_for_a_processor_that_is_not_here(kind, pha
     steps = re.findall(r"ldtilecfg|tilerelease|\$(?:\w+_item|release)", _function(text, "worker"))
     assert (steps[0], *steps[-2:]) == ("ldtilecfg", "tilerelease", "$release")
     assert len(steps[1:-2]) == phases  # an item of each
-    steps = ["tilezero"] * 3 + ["tileloadd"] + ["tileloadd", "tdpbf16ps"] * 3 + ["tilestored"] * 3
+    # Of a group of two vectors each is stored when the sums of the next one are on their way.
+    steps = ["tileloadd", *["tilezero", "tileloadd", "tileloadd", "tdpbf16ps", "tilestored"] * 2, "tilestored"]
     assert re.findall(r"\t(tile\w+|tdpbf16ps)\t", _function(text, "score")) == steps
 
 

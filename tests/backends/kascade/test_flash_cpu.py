@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -192,12 +193,14 @@ def _maxima_of_units_forgotten(patch):
 
 
 def _second_head_pooled_as_first(patch):
-    query_place = rows.query_place
+    each_query = rows.each_query
 
-    def place(e, row, batch, head, group, tokens, heads):
-        return query_place(e, row, batch, head, group, tokens, heads) - row % group
+    @contextmanager
+    def wrong(e, of, batch, head, group, *shape):
+        with each_query(e, of, batch, head, group, *shape) as (i, place):
+            yield i, place - (of[0] + i) % group
 
-    patch.setattr(rows, "query_place", place)
+    patch.setattr(rows, "each_query", wrong)
 
 
 @pytest.mark.thorough
