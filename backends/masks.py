@@ -81,6 +81,12 @@ class Mask:
     def __or__(self, other: MaskFunction) -> Mask:
         return Combined(operator.or_, self, other) if callable(other) else NotImplemented
 
+    def __rand__(self, other: MaskFunction) -> Mask:
+        return Combined(operator.and_, other, self) if callable(other) else NotImplemented
+
+    def __ror__(self, other: MaskFunction) -> Mask:
+        return Combined(operator.or_, other, self) if callable(other) else NotImplemented
+
     def __invert__(self) -> Mask:
         return Inverted(self)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 LARGEST_SIZE = 2**31 - 1  # the largest int32 index of XLA
 
@@ -13,6 +17,12 @@ def require_positive_int(name: str, value: object, most: int = LARGEST_SIZE) -> 
         raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
     if value > most:
         raise ValueError(f"{name} is above {most}, the most that is accepted.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is one real number, of Python, NumPy or JAX, and no bool."""
+    found = np.asarray(value)
+    return found.ndim == 0 and any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.integer, jnp.floating))
 
 
 def require_positive_real(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .cache import Held, KVCache
-from .checks import require_positive_int
+from .checks import is_number, require_positive_int
 from .config import ModelConfig
 from .forward_pass import forward_cached
 from .padding import left_aligned
@@ -105,9 +105,9 @@ def _stopped(out: np.ndarray, stops: list[int], length: int) -> Int[np.ndarray, 
 
 def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float) -> None:
     require_positive_int("max_new_tokens", max_new_tokens)
-    if not temperature >= 0.0:
+    if not (is_number(temperature) and temperature >= 0.0):
         raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
-    if not 0.0 < top_p <= 1.0:
+    if not (is_number(top_p) and 0.0 < top_p <= 1.0):
         raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from .cache import Held, KVCache
-from .checks import require_positive_int
+from .checks import is_number, require_positive_int
 from .config import ModelConfig
 from .forward_pass import forward_ragged
 from .parameters import Params
@@ -40,7 +40,7 @@ class Request:
         require_positive_int("new_tokens", self.new_tokens)
         if len(self.prompt) == 0:
             raise ValueError("prompt is empty; give at least one token.")
-        if not 0.0 <= self.arrives < float("inf"):
+        if not (is_number(self.arrives) and 0.0 <= self.arrives < float("inf")):
             raise ValueError(f"arrives={self.arrives!r} must be a finite number of seconds, at least 0.")
 
     @property

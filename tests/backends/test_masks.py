@@ -183,6 +183,14 @@ def test_a_mask_that_is_no_dataclass_has_no_words() -> None:
     assert masks.description_of(Odd() & masks.Causal()) is None
 
 
+def test_a_function_may_stand_before_a_mask() -> None:
+    positions = np.arange(9)[:, None], np.arange(9)
+    both, either = (lambda q, k: q % 3 == k % 3) & masks.Causal(), (lambda q, k: q % 3 == k % 3) | masks.Causal()
+    same, before = positions[0] % 3 == positions[1] % 3, positions[1] <= positions[0]
+    np.testing.assert_array_equal(both(*positions), same & before)
+    np.testing.assert_array_equal(either(*positions), same | before)
+
+
 def test_a_mask_has_no_truth_value() -> None:
     with pytest.raises(TypeError, match=r"join causal by &, | and ~ for `and`, `or` and `not`"):
         masks.Causal() and masks.Prefix(3)  # pyright: ignore[reportUnusedExpression]  (Python would take the second)

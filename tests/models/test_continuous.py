@@ -74,5 +74,6 @@ def test_what_never_fits_is_refused() -> None:
         serve(make().with_config(attention="full"), [Request(prompt=(1,), new_tokens=1)], SIZES)
     with pytest.raises(ValueError, match="prompt is empty"):
         Request(prompt=(), new_tokens=1)
-    with pytest.raises(ValueError, match="arrives=nan must be a finite number"):
-        Request(prompt=(1,), new_tokens=1, arrives=float("nan"))
+    for arrives in (float("nan"), "0", None, True):
+        with pytest.raises(ValueError, match=f"arrives={arrives!r} must be a finite number"):
+            Request(prompt=(1,), new_tokens=1, arrives=arrives)

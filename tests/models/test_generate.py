@@ -85,7 +85,9 @@ def test_generation_ends_at_the_stop_token():
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"temperature": None}, "temperature=None must be at least 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_p": "1"}, "top_p='1' must be above 0 and at most 1"),
         ({"stop_token": [3, 256]}, "stop_token=256: this model has tokens 0 to 255"),
         ({"stop_token": "\n"}, r"stop_token='\\n': this model has tokens 0 to 255"),
         ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[batch, length\]"),

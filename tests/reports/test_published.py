@@ -41,6 +41,7 @@ PAGES = {
     "cpu-intel-xeon-caller": (),
     "cpu-amd-epyc-llama-1b": (),
     "cpu-intel-xeon-amx": (),
+    "cpu-intel-xeon-amx-speed": (),
     "cpu-intel-xeon-invariant": (),
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
     "cpu-amd-epyc-speed-8192": (),
