@@ -18,7 +18,13 @@ pytestmark = [
 
 
 def test_the_page_on_cpus_has_the_goals_of_the_published_runs():
-    pages = ("cpu-amd-epyc-speed", "cpu-amd-epyc-speed-8192", "cpu-intel-xeon-speed", "cpu-intel-xeon-decode", "cpu-intel-xeon-amx-speed")
+    pages = (
+        "cpu-amd-epyc-speed",
+        "cpu-amd-epyc-speed-8192",
+        "cpu-intel-xeon-speed",
+        "cpu-intel-xeon-decode",
+        "cpu-intel-xeon-amx-speed",
+    )
     text = (PUBLISHED.parents[1] / "docs" / "explanation" / "cpu.md").read_text(encoding="utf-8")
     assert goals.table([PUBLISHED / name for name in pages]) in text
 
