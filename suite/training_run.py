@@ -282,11 +282,16 @@ def _settings(request: TrainRequest, opened: Training) -> dict[str, Any]:
         "request": dataclasses.asdict(request),
         "text_sha256": opened.text_sha256,
         "base_sha256": None if opened.base is None else _digest(opened.base),
-        "calibration_sha256": None if request.calibration is None else _digest(request.calibration.read_bytes()),
+        "calibration_sha256": None if request.calibration is None else _digest(_files_of(request.calibration)),
         "backend": {kind: f"{found.backend.name} ({found.mode})" for kind, found in opened.resolutions},
         "environment": {name: value for name, value in found.items() if name in _ENVIRONMENT},
     }
     return json.loads(json.dumps(settings, default=str))  # as it will be read back
+
+
+def _files_of(calibration: Path) -> list[bytes]:
+    """What ``Calibration.save`` wrote; the path may be without a suffix."""
+    return [calibration.with_suffix(suffix).read_bytes() for suffix in (".json", ".safetensors")]
 
 
 def _digest(arrays: Any) -> str:

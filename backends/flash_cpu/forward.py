@@ -93,10 +93,7 @@ def fits(dims: Dims) -> list[tuple[Any, str]]:
 
 
 def block_rows(isa: Isa) -> int:
-    """Query rows per tile: as many groups as make about 96 rows; one where tile registers take products.
-
-    They wait for what is not in the first cache, which holds one group and a block of keys.
-    """
+    """Query rows per tile: as many groups as make about 96 rows; with tile registers one group, which is faster."""
     return isa.group * (1 if isa.tiles else max(1, 96 // isa.group))
 
 

@@ -137,21 +137,21 @@ class Weighted:
         first, last, *bounds = (x if isinstance(x, Value) else e.const(i64, x) for x in (*rows, *terms))
         start, stop = (x // self.pack for x in bounds)
         left, right = a.at(start * self.term_stride, 4), b.at(start * (1 if self.turned else self.width), 4)
+        step, all_rows = (last - first, [last - first]) if self.isa.tiles else (self.isa.value_rows, [])
         for column, tile in self.tiles:
             if self.turned:
                 with e.loop(first, last, self.isa.group) as r:
                     e.run(tile, right, left.at(r, 4), c.at(r, 4), stop - start, self.width)
                 continue
-
-            def places(r: Value, column: int = column) -> tuple[Value, ...]:
-                of_row = c.at(r * self.width + column, 4)
-                return left.at(r * self.row_stride, 4), right.at(column, 4), of_row, stop - start
-
-            if self.isa.tiles:
-                e.run(tile, *places(first), last - first)
-            else:
-                with e.loop(first, last, self.isa.value_rows) as r:
-                    e.run(tile, *places(r))
+            with e.loop(first, last, step) as r:  # once with tile registers
+                e.run(
+                    tile,
+                    left.at(r * self.row_stride, 4),
+                    right.at(column, 4),
+                    c.at(r * self.width + column, 4),
+                    stop - start,
+                    *all_rows,
+                )
 
 
 def split(vectors: int, most: int) -> list[int]:

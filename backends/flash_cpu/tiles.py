@@ -91,7 +91,7 @@ def product(module: ir.Module, name: str, tile: Tile) -> ir.Function:
     its own product would wait for it, and what follows for the store.
     """
     middle = -(-tile.vectors // 2)
-    halves = [x for x in (range(middle), range(middle, tile.vectors)) if x]
+    early, late = range(middle), range(middle, tile.vectors)
     with Function(module, name, [ptr, ptr, ptr, i64, i64]) as (e, (a, b, c, terms, rows)):
 
         def move(way: str, register: int, place: Value, stride: int) -> None:
@@ -107,12 +107,12 @@ def product(module: ir.Module, name: str, tile: Tile) -> ir.Function:
             for j in half:
                 move(way, j, place.at(16 * j, 4), tile.c_stride)
 
-        late, pending = halves[-1], e.variable(c)
+        pending = e.variable(c)
         sums("tileloadd64", late, c)  # stored once more, as it is
         rest = terms // TERMS * TERMS
         with e.loop(0, rows, 16) as r:
             place, out = a.at(r * tile.row_stride, 4), c.at(r * tile.c_stride, 4)
-            for half in halves:
+            for half, other in ((early, late), (late, early)):
                 if tile.accumulate:
                     sums("tileloadd64", half, out)
                 else:
@@ -122,11 +122,7 @@ def product(module: ir.Module, name: str, tile: Tile) -> ir.Function:
                     multiply(half, *WHOLE, place, n)
                 with e.when(rest < terms):
                     multiply(half, *HALF, place, rest)
-                if half is late:
-                    pending.set(out)
-                if len(halves) == 2:
-                    sums("tilestored64", halves[0] if half is late else late, out if half is late else pending())
-            if len(halves) == 1:
-                sums("tilestored64", late, out)
+                sums("tilestored64", other, pending())
+                pending.set(out)
         sums("tilestored64", late, pending())
     return e.function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,12 +14,15 @@ import pytest
 
 from attnsuite.backends.choices import problem_of
 from attnsuite.models import PRESETS, load, load_shipped, lora
+from attnsuite.models.kascade import calibration
 from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.suite.errors import InputError
+from attnsuite.suite.named_model import model_of
 from attnsuite.suite.training_run import LOSSES, TrainRequest, execute, open_training
 from command import code_of
 from declared import sized
 
+SELECT = {"top_k": 0.25, "min_keys": 0, "tile_size": 8, "query_tile": 8}
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
 WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
 needs_orbax = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -88,6 +92,22 @@ def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
     (base / "model.safetensors").write_bytes(weights[:-4] + bytes(4))
     with pytest.raises(InputError, match="base_sha256 differs from that of the run"):
         execute(TrainRequest(**words), out, resume=True, say=silent)
+
+
+@needs_orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
+def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
+    path = tmp_path / "mine"  # without a suffix, as calibrate says it
+    found = calibration.calibrate(model_of("nano", param_dtype="float32"), [np.arange(64)], SELECT)
+    found.save(path)
+    request = TrainRequest(**WORDS | {"steps": 2, "backend": "kascade", "calibration": path})
+    execute(request, tmp_path / "out", say=silent)
+    said = []
+    execute(request, tmp_path / "out", resume=True, say=said.append)
+    assert said[0] == "resuming behind step 2"
+    dataclasses.replace(found, text={"name": "another"}).save(path)
+    with pytest.raises(InputError, match="calibration_sha256 differs from that of the run"):
+        execute(request, tmp_path / "out", resume=True, say=silent)
 
 
 def test_the_shipped_model_takes_adapters_and_its_loss_is_that_of_a_trained_one():
