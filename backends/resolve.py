@@ -128,7 +128,7 @@ def resolve(
     ``on_unavailable="raise"``, or if no backend supports the spec.
     """
     target = Target.here() if target is None else target
-    check_kinds(target)
+    check_kinds(spec, target)
     options = as_options(options)
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []

@@ -28,9 +28,10 @@ def support(
     """Whether ``backend`` runs ``spec`` on ``target`` in ``mode`` with ``options``, or every reason why not.
 
     An error of the backend becomes the reason. Unknown options are not a reason, since :func:`plan` raises ValueError
-    for them. Raises TypeError for a name in the place of a backend or a target.
+    for them. Raises TypeError for a name in the place of a backend or a target, and for what is
+    no spec.
     """
-    check_kinds(target, backend)
+    check_kinds(spec, target, backend)
     try:
         takes = takes_of(backend, target, mode)
         spec = as_read(spec, takes)
@@ -44,12 +45,14 @@ def support(
     return Support(reasons)
 
 
-def check_kinds(target: Any, backend: Any = None) -> None:
-    """Raise TypeError for a name in the place of what it names."""
+def check_kinds(spec: Any, target: Any, backend: Any = None) -> None:
+    """Raise TypeError for a name in the place of what it names, and for what is no spec."""
     if isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is a name; give the backend, backends.get({backend!r}).")
     if not isinstance(target, Target):
         raise TypeError(f"target={target!r} is no Target; give Target.here(), or such as Target('cuda', 'h100').")
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec={spec!r} is no AttentionSpec; give AttentionSpec(batch=..., query_length=..., ...).")
 
 
 def takes_of(backend: Backend, target: Target, mode: Mode = "native") -> Takes:

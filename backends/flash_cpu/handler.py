@@ -17,7 +17,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from . import tiles
+from . import affinity, tiles
 from .elements import XLA_TYPE
 from .emit import CACHE_LINE, Function, Value, aligned, i32, i64, ptr, text, void
 
@@ -101,7 +101,7 @@ class State:
     def of(signature: Signature) -> State:
         """For its operands; where phases end as ``end0``, ``end1``, ..., and items per stage as ``stage0``, ..."""
         of_phases = (f"{name}{p}" for p in range(signature.phases) for name in ("end", "stage"))
-        names = [*_COUNTERS, *of_phases, "workers", "worker_bytes", "shared", "private"]
+        names = [*_COUNTERS, *of_phases, "processor", "worker_bytes", "shared", "private"]
         for operand in (*signature.operands, *signature.results):
             names += [f"data:{operand.name}", *(d for d in operand.dims if isinstance(d, str))]
         # The counters that all threads write lie on lines of their own.
@@ -143,7 +143,9 @@ class _Lazy(dict[str, Value]):
 
 def emit(module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase]) -> None:
     """Adds the public function ``handler`` to the module, which holds the items' functions."""
-    _Handler(module, signature, state, phases, _emit_worker(module, state, phases)).emit()
+    worker = _emit_worker(module, state, phases)
+    helper = _emit_helper(module, state, worker, f"end{len(phases) - 1}")
+    _Handler(module, signature, state, phases, worker, helper).emit()
 
 
 def _emit_worker(module: ir.Module, state: State, phases: Sequence[Phase]) -> ir.Function:
@@ -169,6 +171,18 @@ def _emit_worker(module: ir.Module, state: State, phases: Sequence[Phase]) -> ir
                 e.atomic_add(state.place(s, "done"), 1)
                 claimed.set(e.atomic_add(state.place(s, "next"), 1))
         e.run(release, s)
+    return e.function
+
+
+def _emit_helper(module: ir.Module, state: State, worker: ir.Function, end: str) -> ir.Function:
+    """``helper(state)``: a worker on another processor than the calling thread's, if one is to be had."""
+    leave = affinity.emit_leave(module)
+    with Function(module, "helper", [ptr]) as (e, (s,)):
+        processor = affinity.current(e)
+        more = e.atomic_load(state.place(s, "next")) < state.number(s, end)
+        with e.when(more & processor.equals(e.atomic_load(state.place(s, "processor")))):
+            e.run(leave, processor)
+        e.run(worker, s)
     return e.function
 
 
@@ -198,9 +212,16 @@ class _Handler:
     """Emits ``handler(frame) -> error or null``."""
 
     def __init__(
-        self, module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase], worker: ir.Function
+        self,
+        module: ir.Module,
+        signature: Signature,
+        state: State,
+        phases: Sequence[Phase],
+        worker: ir.Function,
+        helper: ir.Function,
     ) -> None:
-        self.module, self.signature, self.state, self.phases, self.worker = module, signature, state, phases, worker
+        self.module, self.signature, self.state, self.phases = module, signature, state, phases
+        self.worker, self.helper = worker, helper
         self.fail = self._emit_fail()
         self.wait, self.release = module.globals["wait"], module.globals["release"]
 
@@ -330,8 +351,11 @@ class _Handler:
         work = state.number(s, f"end{len(self.phases) - 1}")
         extra = e.max(e.min(e.min(threads.load(i64, 8), work), room) - 1, 0)
         state.place(s, "references").store(extra + 2, 8)
-        with e.loop(0, extra), e.when(self._call(e, api, _SCHEDULE, context, Value(e, self.worker), s).equals(0)):
+        state.place(s, "processor").store(affinity.current(e), 8)
+        with e.loop(0, extra), e.when(self._call(e, api, _SCHEDULE, context, Value(e, self.helper), s).equals(0)):
             e.atomic_add(state.place(s, "references"), -1)  # that thread never comes
+        with e.when(extra > 0):
+            affinity.let_others_run(e)
 
     def _call(self, e: Function, api: Value, function: int, context: Value, *fields: Value) -> Value:
         """``api->function({size, NULL, context, fields...})``; whether there was no error. Errors are destroyed."""

@@ -191,6 +191,9 @@ def test_a_name_in_the_place_of_what_it_names_is_refused() -> None:
         plan(STANDARD, PLAIN, target="cpu")
     with pytest.raises(TypeError, match="target='cpu' is no Target"):
         resolve("auto", PLAIN, "cpu")
+    for without in (lambda: resolve("chunked", None), lambda: plan(STANDARD, None, target=CPU)):
+        with pytest.raises(TypeError, match="spec=None is no AttentionSpec"):
+            without()
     with pytest.raises(TypeError, match=r"layout=\{\} is no Layout; give Layout\(mask=\.\.\.\)"):
         plan(STANDARD, PLAIN, {}, target=CPU)
     with pytest.raises(TypeError, match=r"terms=\{\} is no Terms; give Terms\(bias=\.\.\.\)"):
