@@ -1,20 +1,27 @@
 """Threads of one call that Linux wakes on one processor, where each could have its own.
 
 A thread that wakes another may get it behind itself on its own processor, while another idles; after a pause that is
-the rule on small machines, and it lasts milliseconds. So the calling thread yields once when it has asked for helpers.
-A helper that finds itself on the caller's processor takes it out of its affinity mask, by which Linux moves the thread
-at once, and then restores the mask. A thread that is bound to one processor stays there. Elsewhere than on Linux
-nothing is emitted.
+the rule on small machines, and it lasts milliseconds. So the calling thread yields once when it has asked for helpers,
+and a helper that finds itself on the caller's processor takes that out of its affinity mask, by which Linux moves the
+thread at once, and restores the mask. A thread that is bound to one processor stays there.
+
+A yield may also give the processor to a busy neighbour. When one took long, no call of the kernel yields for so long
+that at most a hundredth of the time is lost. Elsewhere than on Linux none of this is emitted.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from llvmlite import ir
 
-from .emit import Function, Value, i32, i64
+from .emit import Function, Value, i32, i64, variable
 
 CPUS = 1024  # of the C library's cpu_set_t
 UNKNOWN = -1
+SHORT = 300_000  # nanoseconds: after a shorter call no thread yields, since a call like it would gain nothing
+LONG, TIMES = 200_000, 100  # a yield of more nanoseconds is the last one for so many times as long
+_MONOTONIC = 1  # CLOCK_MONOTONIC
 
 
 def known(module: ir.Module) -> bool:
@@ -27,10 +34,40 @@ def current(e: Function) -> Value:
     return e.call("sched_getcpu", i32).integer(i64) if known(e.module) else e.const(i64, UNKNOWN)
 
 
-def let_others_run(e: Function) -> None:
-    """The threads that wait for this processor come first."""
-    if known(e.module):
-        e.call("sched_yield", i32)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Functions of a module, and how long its last call took: ``now() -> nanoseconds``, ``give_way(began)``.
+
+    ``give_way`` lets the threads run that wait for this processor, unless the last call was short, or a busy neighbour
+    had the processor not long ago.
+    """
+
+    now: ir.Function
+    give_way: ir.Function
+    last: ir.GlobalVariable
+
+    @staticmethod
+    def of(module: ir.Module) -> Neighbours:
+        """Emits them."""
+        last, quiet_until = variable(module, "last"), variable(module, "quiet_until")
+        with Function(module, "now", [], i64) as (e, _):
+            time = e.stack(ir.ArrayType(i64, 2))
+            e.call("clock_gettime", i32, e.const(i32, _MONOTONIC), time)
+            e.ret(time.load(i64, 8) * 1_000_000_000 + time.at(8).load(i64, 8))
+        now = e.function
+        with Function(module, "give_way", [i64]) as (e, (began,)):
+            quiet = Value(e, quiet_until)
+            if known(module):
+                with e.when((e.atomic_load(Value(e, last)) > SHORT) & (began > e.atomic_load(quiet))):
+                    e.call("sched_yield", i32)
+                    took = e.run(now) - began
+                    with e.when(took > LONG):
+                        quiet.store(began + took * TIMES, 8)
+        return Neighbours(now, e.function, last)
+
+    def remember(self, e: Function, began: Value) -> None:
+        """At the end of a call."""
+        Value(e, self.last).store(e.run(self.now) - began, 8)
 
 
 def emit_leave(module: ir.Module) -> ir.Function:

@@ -387,5 +387,13 @@ def constant(module: ir.Module, name: str, data: bytes) -> ir.GlobalVariable:
     return place
 
 
+def variable(module: ir.Module, name: str) -> ir.GlobalVariable:
+    """An int64 of the module, at first 0."""
+    place = ir.GlobalVariable(module, i64, module.get_unique_name(name))
+    place.linkage, place.align = "internal", 8
+    place.initializer = ir.Constant(i64, 0)  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
+    return place
+
+
 def _suffix(type_: Any) -> str:
     return f"v{type_.count}f32" if isinstance(type_, ir.VectorType) else "f32"

@@ -101,7 +101,7 @@ class State:
     def of(signature: Signature) -> State:
         """For its operands; where phases end as ``end0``, ``end1``, ..., and items per stage as ``stage0``, ..."""
         of_phases = (f"{name}{p}" for p in range(signature.phases) for name in ("end", "stage"))
-        names = [*_COUNTERS, *of_phases, "processor", "worker_bytes", "shared", "private"]
+        names = [*_COUNTERS, *of_phases, "processor", "began", "worker_bytes", "shared", "private"]
         for operand in (*signature.operands, *signature.results):
             names += [f"data:{operand.name}", *(d for d in operand.dims if isinstance(d, str))]
         # The counters that all threads write lie on lines of their own.
@@ -222,7 +222,7 @@ class _Handler:
     ) -> None:
         self.module, self.signature, self.state, self.phases = module, signature, state, phases
         self.worker, self.helper = worker, helper
-        self.fail = self._emit_fail()
+        self.fail, self.neighbours = self._emit_fail(), affinity.Neighbours.of(module)
         self.wait, self.release = module.globals["wait"], module.globals["release"]
 
     def emit(self) -> None:
@@ -240,6 +240,7 @@ class _Handler:
             self._schedule(e, frame, api, s, dims)
             e.run(self.worker, s)
             e.run(self.wait, self.state.place(s, "done"), self.state.number(s, f"end{len(self.phases) - 1}"))
+            self.neighbours.remember(e, self.state.number(s, "began"))
             e.run(self.release, s)
             e.ret(e.null())
 
@@ -352,10 +353,11 @@ class _Handler:
         extra = e.max(e.min(e.min(threads.load(i64, 8), work), room) - 1, 0)
         state.place(s, "references").store(extra + 2, 8)
         state.place(s, "processor").store(affinity.current(e), 8)
+        state.place(s, "began").store(e.run(self.neighbours.now), 8)
         with e.loop(0, extra), e.when(self._call(e, api, _SCHEDULE, context, Value(e, self.helper), s).equals(0)):
             e.atomic_add(state.place(s, "references"), -1)  # that thread never comes
         with e.when(extra > 0):
-            affinity.let_others_run(e)
+            e.run(self.neighbours.give_way, state.number(s, "began"))
 
     def _call(self, e: Function, api: Value, function: int, context: Value, *fields: Value) -> Value:
         """``api->function({size, NULL, context, fields...})``; whether there was no error. Errors are destroyed."""
