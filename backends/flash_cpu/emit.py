@@ -390,7 +390,7 @@ def constant(module: ir.Module, name: str, data: bytes) -> ir.GlobalVariable:
 def variable(module: ir.Module, name: str) -> ir.GlobalVariable:
     """An int64 of the module, at first 0."""
     place = ir.GlobalVariable(module, i64, module.get_unique_name(name))
-    place.linkage, place.align = "internal", 8
+    place.linkage = "internal"
     place.initializer = ir.Constant(i64, 0)  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
     return place
 
