@@ -28,8 +28,7 @@ def support(
     """Whether ``backend`` runs ``spec`` on ``target`` in ``mode`` with ``options``, or every reason why not.
 
     An error of the backend becomes the reason. Unknown options are not a reason, since :func:`plan` raises ValueError
-    for them. Raises TypeError for a name in the place of a backend or a target, and for what is
-    no spec.
+    for them. Raises TypeError for a name in the place of a backend or a target, and for what is no spec.
     """
     check_kinds(spec, target, backend)
     try:

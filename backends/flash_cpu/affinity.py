@@ -3,7 +3,8 @@
 A thread that wakes another may get it behind itself on its own processor, while another idles; after a pause that is
 the rule on small machines, and it lasts milliseconds. So the calling thread yields once when it has asked for helpers,
 and a helper that finds itself on the caller's processor takes that out of its affinity mask, by which Linux moves the
-thread at once, and restores the mask. A thread that is bound to one processor stays there.
+thread at once, and restores the mask. A thread that is bound to one processor stays there. One that has moved may keep
+the processors that its mask had then, and take none that a container is given later.
 
 A yield may also give the processor to a busy neighbour. When one took long, no call of the kernel yields for so long
 that at most a hundredth of the time is lost. Elsewhere than on Linux none of this is emitted.
@@ -24,14 +25,14 @@ LONG, TIMES = 200_000, 100  # a yield of more nanoseconds is the last one for so
 _MONOTONIC = 1  # CLOCK_MONOTONIC
 
 
-def known(module: ir.Module) -> bool:
+def on_linux(module: ir.Module) -> bool:
     """Whether the system has calls for this."""
     return "linux" in module.triple
 
 
 def current(e: Function) -> Value:
     """The number of the processor that this thread runs on, or :data:`UNKNOWN`."""
-    return e.call("sched_getcpu", i32).integer(i64) if known(e.module) else e.const(i64, UNKNOWN)
+    return e.call("sched_getcpu", i32).integer(i64) if on_linux(e.module) else e.const(i64, UNKNOWN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Neighbours:
         """Emits them."""
         last, quiet_until = variable(module, "last"), variable(module, "quiet_until")
         with Function(module, "now", [], i64) as (e, _):
-            if known(module):
+            if on_linux(module):
                 time = e.stack(ir.ArrayType(i64, 2))
                 e.call("clock_gettime", i32, e.const(i32, _MONOTONIC), time)
                 e.ret(time.load(i64, 8) * 1_000_000_000 + time.at(8).load(i64, 8))
@@ -60,7 +61,7 @@ class Neighbours:
         now = e.function
         with Function(module, "give_way", [i64]) as (e, (began,)):
             quiet = Value(e, quiet_until)
-            if known(module):
+            if on_linux(module):
                 with e.when((e.atomic_load(Value(e, last)) > SHORT) & (began > e.atomic_load(quiet))):
                     e.call("sched_yield", i32)
                     took = e.run(now) - began
@@ -76,7 +77,7 @@ class Neighbours:
 def emit_leave(module: ir.Module) -> ir.Function:
     """``leave(processor)``: this thread goes on elsewhere, if it may run elsewhere."""
     with Function(module, "leave", [i64]) as (e, (processor,)):
-        if known(module):
+        if on_linux(module):
             mask, this, size = e.stack(ir.ArrayType(i64, CPUS // 64)), e.const(i32, 0), e.const(i64, CPUS // 8)
             word, bit = mask.at(processor // 64, 8), e.const(i64, 1) << (processor % 64)
             inside = (processor > UNKNOWN) & (processor < CPUS)

@@ -144,8 +144,8 @@ class _Lazy(dict[str, Value]):
 def emit(module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase]) -> None:
     """Adds the public function ``handler`` to the module, which holds the items' functions."""
     worker = _emit_worker(module, state, phases)
-    helper = _emit_helper(module, state, worker, f"end{len(phases) - 1}")
-    _Handler(module, signature, state, phases, worker, helper).emit()
+    emit_helper(module, state, worker, f"end{len(phases) - 1}")
+    _Handler(module, signature, state, phases).emit()
 
 
 def _emit_worker(module: ir.Module, state: State, phases: Sequence[Phase]) -> ir.Function:
@@ -174,7 +174,7 @@ def _emit_worker(module: ir.Module, state: State, phases: Sequence[Phase]) -> ir
     return e.function
 
 
-def _emit_helper(module: ir.Module, state: State, worker: ir.Function, end: str) -> ir.Function:
+def emit_helper(module: ir.Module, state: State, worker: ir.Function, end: str) -> ir.Function:
     """``helper(state)``: a worker on another processor than the calling thread's, if one is to be had."""
     leave = affinity.emit_leave(module)
     with Function(module, "helper", [ptr]) as (e, (s,)):
@@ -211,19 +211,12 @@ def _emit_release(module: ir.Module, state: State) -> ir.Function:
 class _Handler:
     """Emits ``handler(frame) -> error or null``."""
 
-    def __init__(
-        self,
-        module: ir.Module,
-        signature: Signature,
-        state: State,
-        phases: Sequence[Phase],
-        worker: ir.Function,
-        helper: ir.Function,
-    ) -> None:
+    def __init__(self, module: ir.Module, signature: Signature, state: State, phases: Sequence[Phase]) -> None:
         self.module, self.signature, self.state, self.phases = module, signature, state, phases
-        self.worker, self.helper = worker, helper
         self.fail, self.neighbours = self._emit_fail(), affinity.Neighbours.of(module)
-        self.wait, self.release = module.globals["wait"], module.globals["release"]
+        self.worker, self.helper, self.wait, self.release = (
+            module.globals[name] for name in ("worker", "helper", "wait", "release")
+        )
 
     def emit(self) -> None:
         with Function(self.module, "handler", [ptr], ptr, public=True) as (e, (frame,)):

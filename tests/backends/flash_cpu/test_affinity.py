@@ -14,7 +14,7 @@ if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
 
 from attnsuite.backends.flash_cpu import affinity
 from attnsuite.backends.flash_cpu.emit import Function, Value, i64, ptr
-from attnsuite.backends.flash_cpu.handler import State, _emit_helper
+from attnsuite.backends.flash_cpu.handler import State, emit_helper
 from emitted import ISAS, compiled
 
 OFFSETS = {"next": 0, "end0": 8, "processor": 16}
@@ -34,7 +34,7 @@ def helper():
     def build(module):
         with Function(module, "worker", [ptr]) as (e, (s,)):
             s.at(OFFSETS["processor"]).store(affinity.current(e), 8)
-        return _emit_helper(module, State(OFFSETS), e.function, "end0")
+        return emit_helper(module, State(OFFSETS), e.function, "end0")
 
     run = compiled(ISAS[0], build)
 
