@@ -41,31 +41,19 @@ def generated(name: str, published: Mapping[str, tuple[Record, ...]]) -> str:
 
 def _install(name: str) -> Iterator[str]:
     line = INSTALL.get(name)
-    yield f"Install: {f'`{line}`' if line else 'comes with the package'}."
+    yield f"- Install: {f'`{line}`' if line else 'comes with the package'}."
 
 
 def _takes(name: str) -> Iterator[str]:
     backend = registry.get(name)
-    yield from ("", "## What it takes", "")
     lines: dict[str, list[str]] = {}
     for label, target in TARGETS.items():
-        taken = [
-            problem
-            for problem, change in PROBLEMS.items()
-            if support(backend, dataclasses.replace(BASE, **change), target)
-        ]
-        if not taken:
-            continue
-        others = [problem for problem in PROBLEMS if problem not in taken]
-        takes = backend.takes(target, "native")
-        sizes = "any" if takes.head_dims is None else _numbers(takes.head_dims)
-        line = f"{', '.join(takes.dtypes)}; head dimension {sizes}. Of the [matrix](../backends.md#what-runs-where): "
-        if len(taken) < len(others):
-            line += f"{'; '.join(taken)}."
-        else:
-            line += f"all but {'; '.join(others)}." if others else "every problem."
-        lines.setdefault(line, []).append(f"`{label}`")
-    yield from (f"- {', '.join(labels)}: {line}" for line, labels in lines.items())
+        if any(support(backend, dataclasses.replace(BASE, **change), target) for change in PROBLEMS.values()):
+            takes = backend.takes(target, "native")
+            sizes = "any" if takes.head_dims is None else _numbers(takes.head_dims)
+            lines.setdefault(f"{', '.join(takes.dtypes)}; head dimension {sizes}", []).append(f"`{label}`")
+    where = "[which problems](../backends.md#what-runs-where)"
+    yield from (f"- Takes, natively on {', '.join(labels)}: {line}; {where}." for line, labels in lines.items())
 
 
 def _numbers(sizes: tuple[int, ...] | range) -> str:
@@ -84,7 +72,7 @@ def _options(name: str) -> Iterator[str]:
 
 def _ran(name: str, published: Mapping[str, tuple[Record, ...]]) -> Iterator[str]:
     yield from ("", "## Where it ran", "")
-    where: dict[str, list[str]] = {"native": [], "interpret": [], "compile": []}
+    where: dict[str, list[tuple[str, str]]] = {"native": [], "interpret": [], "compile": []}
     targets: dict[str, set[str]] = defaultdict(set)
     for folder, records in published.items():
         by_mode: dict[str, list[Record]] = defaultdict(list)
@@ -95,13 +83,12 @@ def _ran(name: str, published: Mapping[str, tuple[Record, ...]]) -> Iterator[str
         for mode, ran in by_mode.items():
             link = f"[{folder}](../../../reports/published/{folder}/report.md)"
             ratios = _ratios(ran, records) if mode == "native" else ""
-            where[mode].append(f"{link}, {ran[0].started[:10]}, cells: {len(ran)}{ratios}")
+            where[mode].append((link, f"{ran[0].started[:10]}, cells: {len(ran)}{ratios}" if ratios else ""))
     for mode, pages in where.items():
         if pages:
-            timed = [page for page in pages if "of `standard`" in page]
-            others = "; ".join(page for page in pages if page not in timed)
+            others = ", ".join(link for link, timed in pages if not timed)
             yield f"- {_MODES[mode]} ({', '.join(sorted(targets[mode]))}): {others}".rstrip()
-            yield from (f"  - {page}" for page in timed)
+            yield from (f"  - {link}, {timed}" for link, timed in pages if timed)
     if not targets:
         yield "Nowhere yet: no published run has it."
 
@@ -117,7 +104,8 @@ def _ratios(ran: list[Record], records: tuple[Record, ...]) -> str:
     if not ratios:
         return ""
     (name,) = {reference.requested for speed, reference in speeds if speed and speed.ratio and reference}
-    return f", {median(ratios).value:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of the time of `{name}`"
+    span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f", {median(ratios).value:.2f}{span} of the time of `{name}`"
 
 
 def published_records() -> dict[str, tuple[Record, ...]]:

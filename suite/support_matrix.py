@@ -1,7 +1,7 @@
 """The support matrix: which backend takes which problem on which kind of device, answered by the backends themselves.
 
-``python -m attnsuite.suite.support_matrix`` prints the Markdown tables of ``docs/reference/backends.md`` and
-``docs/reference/attention-types.md``, which tests hold to them, and the reasons of what is unsupported there.
+``python -m attnsuite.suite.support_matrix`` prints the Markdown table of ``docs/reference/backends.md``, which a test
+holds to it, the same by type of a model's layers, and the reasons of what is unsupported there.
 """
 
 from __future__ import annotations
