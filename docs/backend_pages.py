@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from attnsuite.backends import registry, support
+from attnsuite.backends.kascade import settings
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import speed_of, standard_of
 from attnsuite.suite.statistics import median
@@ -64,7 +65,8 @@ def _numbers(sizes: tuple[int, ...] | range) -> str:
 
 def _options(name: str) -> Iterator[str]:
     backend = registry.get(name)
-    options = getattr(backend, "options", None) or getattr(sys.modules[type(backend).__module__], "OPTIONS", {})
+    module = settings if name == "kascade" else sys.modules[type(backend).__module__]
+    options = getattr(backend, "options", None) or getattr(module, "OPTIONS", {})
     if options:
         yield from ("", "## Options", "", "| option | meaning |", "|---|---|")
         yield from (f"| `{option}` | {meaning} |" for option, meaning in options.items())
