@@ -40,11 +40,10 @@ def test_pages_of_backends_are_what_backends_and_published_records_say():
     if not PAGES["PUBLISHED"].is_dir():
         pytest.skip("a source distribution has no published records; the repository has")
     published = PAGES["published_records"]()
-    for name in BUILT_IN:
-        assert PAGES["page"](name, published) == (PAGES["PAGES"] / f"{name}.md").read_text(encoding="utf-8"), (
-            f"the page of {name} is old; run python docs/backend_pages.py"
-        )
-    assert PAGES["page"]("splash", {}) != PAGES["page"]("splash", published)
+    made = {PAGES["PAGES"] / f"{name}.md": PAGES["page"](name) for name in BUILT_IN}
+    for path, text in {**made, DOCS: PAGES["overview"](published)}.items():
+        assert text == path.read_text(encoding="utf-8"), f"{path} is old; run python docs/backend_pages.py"
+    assert PAGES["overview"]({}) != PAGES["overview"](published)
 
 
 @pytest.mark.thorough
