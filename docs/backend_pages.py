@@ -1,13 +1,15 @@
 """``python docs/backend_pages.py`` writes what the pages of docs/reference/ say of each backend.
 
 What a backend takes is asked of the backend, its options are those that it checks, and where it ran is read from the
-records in reports/published/. What stands above the mark of a page in docs/reference/backends/, and outside of the two
-marks of docs/reference/backends.md, is written by hand. A test holds the pages current.
+records in reports/published/. A page of docs/reference/backends/ has a section for each backend: what stands before
+"- Install" is written by hand. So is what is outside of the two marks of docs/reference/backends.md. A test holds the
+pages current.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "reports" / "published"
 PAGES = ROOT / "docs" / "reference" / "backends"
 OVERVIEW = PAGES.with_suffix(".md")
-MARK = "<!-- Below: written by `python docs/backend_pages.py`. -->\n"
 BEGIN, END = "<!-- Written by `python docs/backend_pages.py`. -->\n", "<!-- End of what is written. -->\n"
 INSTALL = {
     "cudnn": "pip install '.[cuda12]'",
@@ -41,9 +42,9 @@ many cells it ran. `library` is JAX's or flax's own attention. Cases differ from
 _MODES = {"native": "natively on", "interpret": "in an interpreter on", "compile": "compiled for"}
 
 
-def generated(name: str) -> str:
-    """What follows the mark on the page of a backend."""
-    return "\n".join([*_install(name), *_takes(name), *_options(name)]) + "\n"
+def generated(name: str, before: Mapping[str, Mapping[str, str]]) -> str:
+    """What a section says behind its half by hand; ``before`` has the options of the sections above it."""
+    return "\n".join([*_install(name), *_takes(name), *_listed(options_of(name), before)]) + "\n"
 
 
 def _install(name: str) -> Iterator[str]:
@@ -59,8 +60,7 @@ def _takes(name: str) -> Iterator[str]:
             takes = backend.takes(target, "native")
             sizes = "any" if takes.head_dims is None else _numbers(takes.head_dims)
             lines.setdefault(f"{', '.join(takes.dtypes)}; head dimension {sizes}", []).append(f"`{label}`")
-    where = "[which problems](../backends.md#what-runs-where), [where it ran](../backends.md#where-each-ran)"
-    yield from (f"- Takes, natively on {', '.join(labels)}: {line}; {where}." for line, labels in lines.items())
+    yield from (f"- Takes, natively on {', '.join(labels)}: {line}." for line, labels in lines.items())
 
 
 def _numbers(sizes: tuple[int, ...] | range) -> str:
@@ -69,12 +69,21 @@ def _numbers(sizes: tuple[int, ...] | range) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _options(name: str) -> Iterator[str]:
+def options_of(name: str) -> Mapping[str, str]:
+    """The options of a backend, each with what it means."""
     backend = registry.get(name)
     module = settings if name == "kascade" else sys.modules[type(backend).__module__]
-    options = getattr(backend, "options", None) or getattr(module, "OPTIONS", {})
+    return getattr(backend, "options", None) or getattr(module, "OPTIONS", {})
+
+
+def _listed(options: Mapping[str, str], before: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    for other, theirs in before.items():
+        if len(options) > 1 and options.items() <= theirs.items():
+            left = ", ".join(f"`{option}`" for option in theirs if option not in options)
+            yield f"- Options: those of `{other}`{' without ' if left else ''}{left}."
+            return
     if options:
-        yield from ("", "## Options", "", "| option | meaning |", "|---|---|")
+        yield from ("", "| option | meaning |", "|---|---|")
         yield from (f"| `{option}` | {meaning} |" for option, meaning in options.items())
 
 
@@ -133,10 +142,16 @@ def published_records() -> dict[str, tuple[Record, ...]]:
     return {path.parent.name: parse_records(path)[0] for path in sorted(PUBLISHED.glob("*/records.jsonl"))}
 
 
-def page(name: str) -> str:
-    """The whole page of a backend: its half by hand, and the generated one."""
-    by_hand, _, _ = (PAGES / f"{name}.md").read_text(encoding="utf-8").partition(MARK)
-    return by_hand + MARK + generated(name)
+def page(path: Path) -> str:
+    """A whole page of docs/reference/backends/: of each section its half by hand, and the generated one."""
+    top, *sections = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text, before = top, {}
+    for section in sections:
+        name = section.partition("\n")[0]
+        by_hand, _, _ = section.partition("- Install")
+        text += f"## {by_hand}{generated(name, before)}\n"
+        before[name] = options_of(name)
+    return text.rstrip("\n") + "\n"
 
 
 def overview(published: Mapping[str, tuple[Record, ...]]) -> str:
@@ -149,8 +164,8 @@ def overview(published: Mapping[str, tuple[Record, ...]]) -> str:
 def main() -> None:
     """Write every page again."""
     OVERVIEW.write_text(overview(published_records()), encoding="utf-8")
-    for name in registry.BUILT_IN:
-        (PAGES / f"{name}.md").write_text(page(name), encoding="utf-8")
+    for path in PAGES.glob("*.md"):
+        path.write_text(page(path), encoding="utf-8")
 
 
 if __name__ == "__main__":
