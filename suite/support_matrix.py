@@ -90,12 +90,13 @@ TARGETS = {"cpu": Target("cpu"), "h100": Target("cuda", "h100"), "v5e": Target("
 
 
 def support_table(names: tuple[str, ...] | None = None) -> str:
-    """Markdown: a row per problem, a column per backend, in each cell the targets that it runs on natively."""
+    """Markdown: a row for the problems that the same targets take natively, a column per backend with these targets."""
     names = registry.names() if names is None else names
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for problem, change in PROBLEMS.items():
         spec = dataclasses.replace(BASE, **change)  # pyright: ignore[reportArgumentType]  (values fit their fields)
-        rows.append([problem, *(_targets(name, spec) for name in names)])
+        alike.setdefault(tuple(_targets(name, spec) for name in names), []).append(problem)
+    rows = [["; ".join(problems), *cells] for cells, problems in alike.items()]
     rows.append(["`isolates`: NaN that nobody should see stays out", *map(_keeps_nan_out, names)])
     for verdict, found in checks.MEASURED.items():
         rows.append([f"`{verdict}` on a CPU", *(found.get(name, "not measured") for name in names)])
