@@ -98,10 +98,9 @@ def test_matrix_has_refusals_and_acceptances():
     table = support_table(("standard", "cudnn"))
     assert "everywhere" in table
     assert "h100" in table
-    assert table.count("| no ") > 3
-    rows = [
-        row.split("|", 2)[1:] for row in table.splitlines()[2 : -1 - len(checks.MEASURED)]
-    ]  # without what is measured
+    assert "| no " in table
+    unmeasured = table.splitlines()[2 : -1 - len(checks.MEASURED)]
+    rows = [row.split("|", 2)[1:] for row in unmeasured]
     shown = [problem.strip() for problems, _ in rows for problem in problems.split(";")]
     assert sorted(shown) == sorted(PROBLEMS)
     assert len({answers for _, answers in rows}) == len(rows)
