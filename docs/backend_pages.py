@@ -90,6 +90,8 @@ def _listed(options: Mapping[str, str], before: Mapping[str, Mapping[str, str]])
 def ran(published: Mapping[str, tuple[Record, ...]]) -> str:
     """A row for each backend: on which devices it ran in each mode, and in how many published runs."""
     lines = [f"| backend | {' | '.join(_MODES.values())} |", "|---|---|---|---|"]
+    sections = re.compile("^## (.*)$", re.MULTILINE)
+    pages = {name: path.name for path in PAGES.glob("*.md") for name in sections.findall(path.read_text())}
     for name in registry.BUILT_IN:
         cells = []
         for mode in _MODES:
@@ -97,7 +99,7 @@ def ran(published: Mapping[str, tuple[Record, ...]]) -> str:
             found = [own for own in runs if own]
             devices = sorted({record.target.partition(":")[2] for own in found for record in own})
             cells.append(f"{', '.join(devices)} (runs: {len(found)})" if found else "")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append(f"| [`{name}`](backends/{pages[name]}#{name}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
