@@ -1,18 +1,22 @@
-"""``python docs/backend_pages.py`` writes the generated half of each page in docs/reference/backends/.
+"""``python docs/backend_pages.py`` writes what the pages of docs/reference/ say of each backend.
 
 What a backend takes is asked of the backend, its options are those that it checks, and where it ran is read from the
-records in reports/published/. What stands above the mark of a page is written by hand. A test holds the pages current.
+records in reports/published/. A page of docs/reference/backends/ has a section for each backend: what stands before
+"- Install" is written by hand. So is what is outside of the two marks of docs/reference/backends.md. A test holds the
+pages current.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from attnsuite.backends import registry, support
+from attnsuite.backends.kascade import settings
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import speed_of, standard_of
 from attnsuite.suite.statistics import median
@@ -22,7 +26,8 @@ from attnsuite.suite.support_matrix import BASE, PROBLEMS, TARGETS
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "reports" / "published"
 PAGES = ROOT / "docs" / "reference" / "backends"
-MARK = "<!-- Below: written by `python docs/backend_pages.py`. -->\n"
+OVERVIEW = PAGES.with_suffix(".md")
+BEGIN, END = "<!-- Written by `python docs/backend_pages.py`. -->\n", "<!-- End of what is written. -->\n"
 INSTALL = {
     "cudnn": "pip install '.[cuda12]'",
     "pallas_flash": "pip install '.[cuda12]'",
@@ -31,41 +36,31 @@ INSTALL = {
     "tokamax_triton": "pip install '.[tokamax]'",
 }
 
-_MODES = {"native": "Natively", "interpret": "In an interpreter", "compile": "Compiled only"}
+RELATIVE = """\
+Times relative to those of the reference in the same rounds: the median, least and most of a backend's cases, and in how
+many cells it ran. `library` is JAX's or flax's own attention. Cases differ from run to run."""
+_MODES = {"native": "natively on", "interpret": "in an interpreter on", "compile": "compiled for"}
 
 
-def generated(name: str, published: Mapping[str, tuple[Record, ...]]) -> str:
-    """What follows the mark on the page of a backend."""
-    return "\n".join([*_install(name), *_takes(name), *_options(name), *_ran(name, published)]) + "\n"
+def generated(name: str, before: Mapping[str, Mapping[str, str]]) -> str:
+    """What a section says behind its half by hand; ``before`` has the options of the sections above it."""
+    return "\n".join([*_install(name), *_takes(name), *_listed(options_of(name), before)]) + "\n"
 
 
 def _install(name: str) -> Iterator[str]:
     line = INSTALL.get(name)
-    yield f"Install: {f'`{line}`' if line else 'comes with the package'}."
+    yield f"- Install: {f'`{line}`' if line else 'comes with the package'}."
 
 
 def _takes(name: str) -> Iterator[str]:
     backend = registry.get(name)
-    yield from ("", "## What it takes", "")
     lines: dict[str, list[str]] = {}
     for label, target in TARGETS.items():
-        taken = [
-            problem
-            for problem, change in PROBLEMS.items()
-            if support(backend, dataclasses.replace(BASE, **change), target)
-        ]
-        if not taken:
-            continue
-        others = [problem for problem in PROBLEMS if problem not in taken]
-        takes = backend.takes(target, "native")
-        sizes = "any" if takes.head_dims is None else _numbers(takes.head_dims)
-        line = f"{', '.join(takes.dtypes)}; head dimension {sizes}. Of the [matrix](../backends.md#what-runs-where): "
-        if len(taken) < len(others):
-            line += f"{'; '.join(taken)}."
-        else:
-            line += f"all but {'; '.join(others)}." if others else "every problem."
-        lines.setdefault(line, []).append(f"`{label}`")
-    yield from (f"- {', '.join(labels)}: {line}" for line, labels in lines.items())
+        if any(support(backend, dataclasses.replace(BASE, **change), target) for change in PROBLEMS.values()):
+            takes = backend.takes(target, "native")
+            sizes = "any" if takes.head_dims is None else _numbers(takes.head_dims)
+            lines.setdefault(f"{', '.join(takes.dtypes)}; head dimension {sizes}", []).append(f"`{label}`")
+    yield from (f"- Takes, natively on {', '.join(labels)}: {line}." for line, labels in lines.items())
 
 
 def _numbers(sizes: tuple[int, ...] | range) -> str:
@@ -74,50 +69,74 @@ def _numbers(sizes: tuple[int, ...] | range) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _options(name: str) -> Iterator[str]:
+def options_of(name: str) -> Mapping[str, str]:
+    """The options of a backend, each with what it means."""
     backend = registry.get(name)
-    options = getattr(backend, "options", None) or getattr(sys.modules[type(backend).__module__], "OPTIONS", {})
+    module = settings if name == "kascade" else sys.modules[type(backend).__module__]
+    return getattr(backend, "options", None) or getattr(module, "OPTIONS", {})
+
+
+def _listed(options: Mapping[str, str], before: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    for other, theirs in before.items():
+        if len(options) > 1 and options.items() <= theirs.items():
+            left = ", ".join(f"`{option}`" for option in theirs if option not in options)
+            yield f"- Options: those of `{other}`{' without ' if left else ''}{left}."
+            return
     if options:
-        yield from ("", "## Options", "", "| option | meaning |", "|---|---|")
+        yield from ("", "| option | meaning |", "|---|---|")
         yield from (f"| `{option}` | {meaning} |" for option, meaning in options.items())
 
 
-def _ran(name: str, published: Mapping[str, tuple[Record, ...]]) -> Iterator[str]:
-    yield from ("", "## Where it ran", "")
-    where: dict[str, list[str]] = {"native": [], "interpret": [], "compile": []}
-    targets: dict[str, set[str]] = defaultdict(set)
+def ran(published: Mapping[str, tuple[Record, ...]]) -> str:
+    """A row for each backend: on which devices it ran in each mode, and in how many published runs."""
+    lines = [f"| backend | {' | '.join(_MODES.values())} |", "|---|---|---|---|"]
+    sections = re.compile("^## (.*)$", re.MULTILINE)
+    pages = {name: path.name for path in PAGES.glob("*.md") for name in sections.findall(path.read_text())}
+    for name in registry.BUILT_IN:
+        cells = []
+        for mode in _MODES:
+            runs = [[r for r in records if _is_of(r, name) and r.mode == mode] for records in published.values()]
+            found = [own for own in runs if own]
+            devices = sorted({record.target.partition(":")[2] for own in found for record in own})
+            cells.append(f"{', '.join(devices)} (runs: {len(found)})" if found else "")
+        lines.append(f"| [`{name}`](backends/{pages[name]}#{name}) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def times(published: Mapping[str, tuple[Record, ...]]) -> str:
+    """A row for each published run with times: of each backend, how long it takes relative to the run's reference."""
+    rows: dict[str, dict[str, str]] = {}
     for folder, records in published.items():
-        by_mode: dict[str, list[Record]] = defaultdict(list)
-        for record in records:
-            if record.resolved == record.requested == name and record.status == "ok" and record.mode in where:
-                by_mode[record.mode].append(record)
-                targets[record.mode].add(record.target.partition(":")[2])
-        for mode, ran in by_mode.items():
-            link = f"[{folder}](../../../reports/published/{folder}/report.md)"
-            ratios = _ratios(ran, records) if mode == "native" else ""
-            where[mode].append(f"{link}, {ran[0].started[:10]}, cells: {len(ran)}{ratios}")
-    for mode, pages in where.items():
-        if pages:
-            timed = [page for page in pages if "of `standard`" in page]
-            others = "; ".join(page for page in pages if page not in timed)
-            yield f"- {_MODES[mode]} ({', '.join(sorted(targets[mode]))}): {others}".rstrip()
-            yield from (f"  - {page}" for page in timed)
-    if not targets:
-        yield "Nowhere yet: no published run has it."
+        link = f"[{folder}](../../reports/published/{folder}/report.md), {min(r.started for r in records)[:10]}"
+        for name in registry.BUILT_IN:
+            own = [record for record in records if _is_of(record, name) and record.mode == "native"]
+            reference, ratios = _ratios(own, records)
+            if ratios:
+                span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+                cell = f"{median(ratios).value:.2f}{span}, {len(own)}"
+                rows.setdefault(f"{link} | `{reference}`", {})[name] = cell
+    names = [name for name in registry.BUILT_IN if any(name in cells for cells in rows.values())]
+    head = f"| run | relative to | {' | '.join(f'`{name}`' for name in names)} |"
+    lines = [f"| {run} | {' | '.join(cells.get(name, '') for name in names)} |" for run, cells in rows.items()]
+    return "\n".join([head, "|---|---|" + "--:|" * len(names), *lines])
 
 
-def _ratios(ran: list[Record], records: tuple[Record, ...]) -> str:
-    """Times of one run relative to its reference in the same rounds; nothing where none was measured."""
+def _is_of(record: Record, name: str) -> bool:
+    return record.resolved == record.requested == name and record.status == "ok"
+
+
+def _ratios(own: list[Record], records: tuple[Record, ...]) -> tuple[str, list[float]]:
+    """The reference of a run, and times relative to it in the same rounds; no times where none were measured."""
     cases: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         cases[record.case].append(record)
-    pairs = [(record, standard_of(cases[record.case])) for record in ran if record.devices == 1]
+    pairs = [(record, standard_of(cases[record.case])) for record in own if record.devices == 1]
     speeds = [(speed_of(record, reference), reference) for record, reference in pairs]
     ratios = [speed.ratio.value for speed, _ in speeds if speed and speed.ratio]
     if not ratios:
-        return ""
+        return "", []
     (name,) = {reference.requested for speed, reference in speeds if speed and speed.ratio and reference}
-    return f", {median(ratios).value:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of the time of `{name}`"
+    return name, ratios
 
 
 def published_records() -> dict[str, tuple[Record, ...]]:
@@ -125,17 +144,30 @@ def published_records() -> dict[str, tuple[Record, ...]]:
     return {path.parent.name: parse_records(path)[0] for path in sorted(PUBLISHED.glob("*/records.jsonl"))}
 
 
-def page(name: str, published: Mapping[str, tuple[Record, ...]]) -> str:
-    """The whole page: its half by hand, and the generated one."""
-    by_hand, _, _ = (PAGES / f"{name}.md").read_text(encoding="utf-8").partition(MARK)
-    return by_hand + MARK + generated(name, published)
+def page(path: Path) -> str:
+    """A whole page of docs/reference/backends/: of each section its half by hand, and the generated one."""
+    top, *sections = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text, before = top, {}
+    for section in sections:
+        name = section.partition("\n")[0]
+        by_hand, _, _ = section.partition("- Install")
+        text += f"## {by_hand}{generated(name, before)}\n"
+        before[name] = options_of(name)
+    return text.rstrip("\n") + "\n"
+
+
+def overview(published: Mapping[str, tuple[Record, ...]]) -> str:
+    """The whole page of all backends."""
+    before, _, rest = OVERVIEW.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{ran(published)}\n\n{RELATIVE}\n\n{times(published)}\n{END}{after}"
 
 
 def main() -> None:
     """Write every page again."""
-    published = published_records()
-    for name in registry.BUILT_IN:
-        (PAGES / f"{name}.md").write_text(page(name, published), encoding="utf-8")
+    OVERVIEW.write_text(overview(published_records()), encoding="utf-8")
+    for path in PAGES.glob("*.md"):
+        path.write_text(page(path), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Writes the licences of every installed distribution as a table: `tox -e licences`, or `python docs/licences.py PAGE`.
+"""Prints the licences of every installed distribution as a table: `tox -e licences`, or `python docs/licences.py`.
 
 What a distribution says of itself is taken: its licence expression, else its classifiers, else the first line of its
 licence field. Nobody has read the licences themselves.
 """
 
 import importlib.metadata
-import sys
-from pathlib import Path
 
-BEGIN, END = "<!-- licences -->", "<!-- end of licences -->"
 NOT_LISTED = {"attnsuite", "pip", "setuptools"}  # the package itself, and what an environment begins with
 
 
@@ -33,12 +30,5 @@ def table() -> str:
     return "\n".join(["| licence | distributions |", "|---|---|", *rows])
 
 
-def main(page: Path) -> None:
-    """Replace what is between the two marks of ``page``."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    print(table())  # noqa: T201 (its output)

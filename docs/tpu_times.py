@@ -138,13 +138,11 @@ def page(rows: list[Row]) -> str:
     weights = {chip: held_out(own, fitted, lambda row: row.shape) for chip, own in wheel.items()}
     scales = {chip: held_out(own, scaled, lambda row: row.shape) for chip, own in wheel.items()}
     by_dim = {chip: held_out(own, fitted, lambda row: row.spec.head_dim) for chip, own in wheel.items()}
-    text = [HEAD.format(measured=sum(map(len, wheel.values())))]
-    text += [f"| chip | {' | '.join(TERMS)} |", "|---|" + "---|" * len(TERMS)]
-    for chip, own in wheel.items():
-        products, steps, keys, arrays, kept = fitted(own)
-        text.append(
-            f"| {chip} | {products:.3g} | {1e9 * steps:.3g} ns | {keys:.3g} | {arrays:.3g} | {1e9 * kept:.3g} ns |"
-        )
+    text = [HEAD.format(measured=sum(map(len, wheel.values())), chips=" | ".join(wheel))]
+    for term, counts, *found in zip(TERMS, COUNTS, *map(fitted, wheel.values()), strict=True):
+        seconds = term in ("steps", "rows")  # of each; the others are relative to a published rate
+        shown = [f"{1e9 * weight:.3g} ns" if seconds else f"{weight:.3g}" for weight in found]
+        text.append(f"| {term} | {counts} | {' | '.join(shown)} |")
     text.append(ACCURACY)
     for chip, own in wheel.items():
         guesses = (
@@ -168,6 +166,13 @@ def page(rows: list[Row]) -> str:
     return "\n".join((*text, FOOT))
 
 
+COUNTS = (
+    "two matrix products over every visited block at the chip's peak, head dimensions rounded up to the width of its matrix unit (128 on a v5p, 256 on a v6e and a tpu7x)",
+    "steps of the kernel's grid: at each of them the pipeline is filled anew",
+    "bytes of keys and values that the steps load, at the bandwidth of the memory",
+    "bytes of queries, keys, values and output, which XLA transposes around the kernel",
+    "rows whose log-sum-exp is kept",
+)
 HEAD = """# Expected times on absent TPUs
 
 `attnsuite tune --target v6e` orders block sizes of splash by an expected time. This page says what the expected time is
@@ -176,19 +181,11 @@ times are not ours: tokamax's authors measured them, and ship them in the wheel 
 the forward pass of its splash kernel in bfloat16; 20 shapes, causal and full, with and without the log-sum-exp; the
 block sizes are those that tokamax's search found fastest). Nothing of this project has run on a TPU.
 
-The expected time is a sum of five terms. Each is counted from the shapes and the block sizes, and divided by a published
-rate of the chip:
+The expected time is a sum of five terms. Each is counted from the shapes and the block sizes, divided by a published
+rate of the chip, and weighted. The weights are fitted per chip: none is negative, and 1 means the published rate.
 
-| term | counts |
-|---|---|
-| products | two matrix products over every visited block at the chip's peak, head dimensions rounded up to the width of its matrix unit (128 on a v5p, 256 on a v6e and a tpu7x) |
-| steps | steps of the kernel's grid: at each of them the pipeline is filled anew |
-| keys | bytes of keys and values that the steps load, at the bandwidth of the memory |
-| arrays | bytes of queries, keys, values and output, which XLA transposes around the kernel |
-| rows | rows whose log-sum-exp is kept |
-
-The weights of the terms, fitted per chip (no weight is negative; a weight of 1 means the published rate):
-"""
+| term | counts | {chips} |
+|---|---|---|---|---|"""
 ACCURACY = """
 ## How near it is
 

@@ -1,7 +1,7 @@
 """The support matrix: which backend takes which problem on which kind of device, answered by the backends themselves.
 
-``python -m attnsuite.suite.support_matrix`` prints the Markdown tables of ``docs/reference/backends.md`` and
-``docs/reference/attention-types.md``, which tests hold to them, and the reasons of what is unsupported there.
+``python -m attnsuite.suite.support_matrix`` prints the Markdown table of ``docs/reference/backends.md``, which a test
+holds to it, the same by type of a model's layers, and the reasons of what is unsupported there.
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ TARGETS = {"cpu": Target("cpu"), "h100": Target("cuda", "h100"), "v5e": Target("
 
 
 def support_table(names: tuple[str, ...] | None = None) -> str:
-    """Markdown: a row per problem, a column per backend, in each cell the targets that it runs on natively."""
+    """Markdown: a row for the problems that the same targets take natively, a column per backend with these targets."""
     names = registry.names() if names is None else names
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for problem, change in PROBLEMS.items():
         spec = dataclasses.replace(BASE, **change)  # pyright: ignore[reportArgumentType]  (values fit their fields)
-        rows.append([problem, *(_targets(name, spec) for name in names)])
+        alike.setdefault(tuple(_targets(name, spec) for name in names), []).append(problem)
+    rows = [["; ".join(problems), *cells] for cells, problems in alike.items()]
     rows.append(["`isolates`: NaN that nobody should see stays out", *map(_keeps_nan_out, names)])
     for verdict, found in checks.MEASURED.items():
         rows.append([f"`{verdict}` on a CPU", *(found.get(name, "not measured") for name in names)])

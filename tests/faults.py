@@ -1,6 +1,8 @@
-"""What may happen to a run, what is promised then, and the tests that hold it: runs them, and writes the table.
+"""What may happen to a run, what is promised then, and the tests that hold it: runs them, and prints the table.
 
-python tests/faults.py --trials 200 --out docs/dev/faults.md
+python tests/faults.py --trials 200
+
+docs/dev/faults.md sums the table up.
 """
 
 from __future__ import annotations
@@ -148,42 +150,23 @@ def row(fault: Fault, outcomes: Outcomes) -> tuple[str, int, int]:
     return f"| {fault.happens} | {fault.promised} | {count} | {losses if run else ''} |", trials, losses
 
 
-def page(outcomes: Outcomes, trials: int) -> str:
-    """The table as Markdown."""
+def page(outcomes: Outcomes) -> str:
+    """The table as Markdown. A trial is one test, or one try at a random moment; a loss is a test that failed."""
     rows = [row(fault, outcomes)[0] for fault in FAULTS]
-    return "\n".join([
-        "# Faults",
-        "",
-        f"Written by `python tests/faults.py --trials {trials} --out docs/dev/faults.md` (`tox -e faults`)",
-        "from the tests",
-        "that it ran. A trial is one test, or one try at a random moment. A loss is a test whose promise was not kept.",
-        "The nodes of a fleet are nodes of Ray on one machine (docs/how-to/fleet.md).",
-        "",
-        "| what happens | what is promised | trials | losses |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-        "Not tried: a machine that sleeps (Linux's monotonic clock stands still then), a device that is pulled out.",
-        "",
-    ])  # fmt: skip
+    return "\n".join(["| what happens | what is promised | trials | losses |", "|---|---|---|---|", *rows])
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the tests of all faults and write the table; the exit status of pytest."""
+    """Run the tests of all faults and print the table; the exit status of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200, help="tries at a random moment (200)")
-    parser.add_argument("--out", type=Path, help="file for the table (printed otherwise)")
     asked = parser.parse_args(words)
     os.environ["ATTNSUITE_FAULT_TRIALS"] = str(asked.trials)
     outcomes = Outcomes()
     names = {test.partition("::")[2].partition("[")[0] for fault in FAULTS for test in fault.tests}
     files = [str(TESTS / "suite" / file) for file in FILES]
     code = pytest.main([*files, "-k", " or ".join(sorted(names))], [outcomes])
-    text = page(outcomes, asked.trials)
-    if asked.out is None:
-        print(text)  # noqa: T201 (this is a command)
-    else:
-        asked.out.write_text(text, encoding="utf-8")
+    print(page(outcomes))  # noqa: T201 (this is a command)
     return int(code)
 
 

@@ -6,7 +6,6 @@ measured: where work would begin, :class:`Begins` ends the command.
 
     PYTHONPATH=tests python tests/mutations.py --count 2000 --seed 0            # every kind
     PYTHONPATH=tests python tests/mutations.py --count 500 --kinds records,suites
-    PYTHONPATH=tests python tests/mutations.py --count 500 --out docs/dev/fuzzing.md
 """
 
 from __future__ import annotations
@@ -207,7 +206,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     drawn = [kind for kind in KINDS if not missing(kind)]
     parser.add_argument("--kinds", default=",".join(drawn), help="of " + ", ".join(KINDS))
-    parser.add_argument("--out", type=Path, help="file for the table, as Markdown")
     asked = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, resource.RLIM_INFINITY))
     with valid_places() as valid:
@@ -222,34 +220,7 @@ def main() -> int:
         whole.tracebacks += tally.tracebacks
         whole.slow += tally.slow
     _say(f"{'all':<16}{_counts(whole)}")
-    if asked.out is not None:
-        asked.out.write_text(page(tallies, asked.count, asked.seed), encoding="utf-8")
     return int(bool(whole.tracebacks or whole.slow))
-
-
-def page(tallies: dict[str, Tally], count: int, seed: int) -> str:
-    """What came of the inputs, as a page of Markdown."""
-    rows = [
-        f"| {kind} | {(KINDS[kind].__doc__ or '').splitlines()[0].rstrip('.').replace('``', '`')} | {tally.tried} | "
-        f"{tally.codes.get(2, 0)} | {len(tally.tracebacks)} | {len(tally.slow)} |"
-        for kind, tally in tallies.items()
-    ]
-    return "\n".join([
-        "# Fuzzing",
-        "",
-        f"Written by `python tests/mutations.py --count {count} --seed {seed} --out docs/dev/fuzzing.md`",
-        "(`tox -e fuzz`).",
-        "Each kind takes something valid, changes it at random and gives it to the command line. What is refused ends",
-        "with exit code 2 and one sentence. The rest is taken, as the changed input is still valid. A traceback, a",
-        f"warning of Python's or more than {SLOW_SECONDS:g} s of processor time is a defect. An input that needs more",
-        f"than {_MEMORY // 2**30} GiB fails. `tests/test_mutations.py` draws a few of each kind in every run.",
-        "",
-        "| kind | what is given | commands | refused | tracebacks | slow |",
-        "|---|---|---|---|---|---|",
-        *rows,
-        "",
-        *(f"Not drawn here: {kind}, which needs {', '.join(missing(kind))}." for kind in KINDS if kind not in tallies),
-    ])  # fmt: skip
 
 
 def _counts(tally: Tally) -> str:
