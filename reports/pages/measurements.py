@@ -16,9 +16,7 @@ from .. import (
     answer,
     environment,
     figures,
-    growth,
     model_table,
-    peers,
     plot,
     program_table,
     quality,
@@ -234,7 +232,7 @@ def memory(content: Content) -> Iterator[Section]:
         "run raises the process above what it held with the program compiled and the inputs made"
         f"{how}. The device peak is the device allocator's statistic."
     )
-    grown = growth.growth(content.every)
+    grown = figures.growth(content.every)
     yield Section("memory", "Memory", (intro,), tables=(*((grown,) if grown else ()), *made))
 
 
@@ -336,7 +334,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "peers",
         "Against peers",
         "tables",
-        lambda content: peers.against(content.groups),
+        lambda content: figures.against_peers(content.groups),
         "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
         "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
         "slows it on processors that are not Intel's.",
