@@ -30,11 +30,12 @@ from ..cell import Case, Outcome
 from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.model_case import ModelCase
 from ..measure import lint
+from ..measure.program import Program
 from ..record import ProgramText
 from ..user_function import is_raised_by_user, is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
-from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
+from .programs import attention_specs, model_program, op_program, resolutions, role_program
 from .tpu_schedules import scheduled
 
 NO_COMPILER = "there is no compiler for this device here."
@@ -137,7 +138,7 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> O
 
 
 def compile_program(
-    program: AbstractProgram, device: Any, mesh: Mesh | None = None, spec: AttentionSpec | None = None
+    program: Program, device: Any, mesh: Mesh | None = None, spec: AttentionSpec | None = None
 ) -> Outcome:
     """Lower and compile for ``device``: the seconds of both steps, and the compiler's sizes in bytes (of one device).
 
@@ -232,7 +233,7 @@ def _program(
     target: Target,
     role: str | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> AbstractProgram:
+) -> Program:
     if isinstance(case, OpCase):
         if role is not None and isinstance(backend, BackendWithRoles):
             return role_program(case, backend, target, role, options)
