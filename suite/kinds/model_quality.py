@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, retrieval
 from attnsuite.models.loss import token_nats
@@ -97,7 +97,7 @@ def recall(case: Any, backend: str) -> Outcome:
         batch = retrieval.sample(rng, case.sequence, batch=min(_PROMPTS_AT_ONCE, case.prompts - start))
         logits = {name: model(batch.tokens, backend=name, needs_grad=False) for name in hits}
         for name, found in logits.items():
-            hits[name] += _hits(found, batch)
+            hits[name] += retrieval.hits(found, batch).astype(float).ravel().tolist()
         distances += (np.asarray(batch.query_positions) - np.asarray(batch.needle_positions)).ravel().tolist()
         if not errors:
             errors.append(as_model_error(logits[backend], logits["standard"], None, "float32"))
@@ -118,13 +118,6 @@ def _with_selection(outcome: Outcome, config: ModelConfig, case: Any, backend: s
     figures = {name: value for one in selected for name, value in one.figures.items()}
     notes = tuple(line for one in selected for line in one.lines)
     return dataclasses.replace(outcome, quality={**outcome.quality, **figures}, notes=notes)
-
-
-def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:
-    """1.0 for each query whose most likely next token is its answer, prompt after prompt."""
-    at = np.asarray(batch.query_positions)
-    chosen = np.take_along_axis(np.asarray(logits).argmax(-1), at, axis=1)
-    return (chosen == np.asarray(batch.answers)).astype(float).ravel().tolist()
 
 
 @jax.jit
