@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from .config import ModelConfig
 from .parameters import Params, parameter_shapes
@@ -107,12 +107,10 @@ def sample(
     *,
     batch: int = 1,
     gap: int | None = None,
-    filler: Any = None,
 ) -> RetrievalBatch:
     """Sequences of ``length`` tokens with each needle at least ``gap`` (default: half the length) before its query.
 
-    ``filler`` is an array of bytes to cut the rest from; without it the bytes are random. Raises ValueError
-    where the needles do not fit.
+    The rest are random bytes. Raises ValueError where the needles do not fit.
     """
     gap = length // 2 if gap is None else gap
     positions = length - gap - TAIL
@@ -121,17 +119,14 @@ def sample(
             f"length={length} leaves {positions} places for {TYPES} needles before gap={gap} and {TAIL} query places; "
             f"use a length of at least {gap + TAIL + TYPES}."
         )
-    if filler is not None and len(filler) < length:
-        raise ValueError(f"filler has {len(filler)} bytes; give at least length={length}.")
-    rows = [_sequence(rng, length, positions, filler) for _ in range(batch)]
+    rows = [_sequence(rng, length, positions) for _ in range(batch)]
     return RetrievalBatch(*(np.stack(column).astype(np.int32) for column in zip(*rows, strict=True)))
 
 
-def recall(logits: Any, batch: RetrievalBatch) -> float:
-    """The share of queries of ``batch`` whose likeliest next token, by ``logits [batch, length, vocab]``, is right."""
+def hits(logits: Any, batch: RetrievalBatch) -> Bool[np.ndarray, "batch types"]:
+    """Whether the likeliest next token at each query of ``batch``, by ``logits [batch, length, vocab]``, is right."""
     rows = np.arange(len(batch.tokens))[:, None]
-    found = np.asarray(jnp.asarray(logits)[rows, batch.query_positions].argmax(-1))
-    return float((found == batch.answers).mean())
+    return np.asarray(jnp.asarray(logits)[rows, batch.query_positions].argmax(-1)) == batch.answers
 
 
 def needle(needle_type: Any, a: Any, b: Any) -> Any:
@@ -139,12 +134,8 @@ def needle(needle_type: Any, a: Any, b: Any) -> Any:
     return NEEDLE + (needle_type * HALVES + a) * HALVES + b
 
 
-def _sequence(rng: np.random.Generator, length: int, positions: int, filler: Any) -> tuple[np.ndarray, ...]:
-    if filler is None:
-        tokens = rng.integers(0, 256, length)
-    else:
-        begin = rng.integers(0, len(filler) - length + 1)
-        tokens = np.array(filler[begin : begin + length], np.int64)
+def _sequence(rng: np.random.Generator, length: int, positions: int) -> tuple[np.ndarray, ...]:
+    tokens = rng.integers(0, 256, length)
     types_ = rng.permutation(TYPES)
     needles = np.sort(rng.choice(positions, TYPES, replace=False))
     queries = np.sort(rng.choice(np.arange(length - TAIL, length), TYPES, replace=False))

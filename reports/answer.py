@@ -16,7 +16,6 @@ from attnsuite.suite.user_function import is_reference
 from .cells import Cell, Group, group
 from .columns import BASELINE
 from .formatting import TIMES, Value, estimate, number, plural
-from .peers import is_peer
 from .read import Run
 from .table import MILLI, Column, Table, table
 
@@ -91,7 +90,7 @@ def exact_speeds(members: Group) -> list[Cell]:
 
     A fallback counts if its backend has no cell of its own.
     """
-    timed = [cell for cell in members.cells if cell.speed and cell.record.exact and not is_peer(cell.record)]
+    timed = [cell for cell in members.cells if cell.speed and cell.record.exact and not cell.is_peer]
     native = [cell for cell in timed if cell.record.mode == "native"]
     names = {cell.record.resolved for cell in native}
     others = [cell for cell in timed if cell.record.resolved not in names]

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from attnsuite.suite.peers import PEERS
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import STANDARD, Speed, label, speed_of, standard_of, temp_ratio
 
@@ -28,6 +29,11 @@ class Cell:
     def is_baseline(self) -> bool:
         """Whether times and memory of the case are relative to this cell."""
         return self.record is self.standard
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is of an implementation outside this project."""
+        return self.record.requested in PEERS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

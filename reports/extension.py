@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from attnsuite.suite.kinds import extensions
 
-from .cells import Group
-from .page import Section
-
-_Part = Callable[[Sequence[Group]], Iterable[Section]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExtensionPage:
-    """The sections of the cases that ``has_group`` finds.
-
-    ``parts`` stand behind "Failed"; ``opening``, of the cases of every kind, before "In short", in which
-    ``sentences`` are. ``loss`` gives of the cases of one model those that measure the loss of
-    ``backend`` on text, and why that is not shown; None where there are none. ``loss_note`` says so above the table.
-    """
-
-    backend: str
-    has_group: Callable[[Group], bool]
-    opening: tuple[_Part, ...]
-    parts: tuple[_Part, ...]
-    sentences: Callable[[Sequence[Group]], Iterable[str]]
-    loss: Callable[[Sequence[Group]], tuple[Sequence[Group], str | None] | None]
-    loss_note: str
-
 
 @functools.cache
-def pages() -> tuple[ExtensionPage, ...]:
-    """Of each extension that shows something."""
-    return tuple(importlib.import_module(found.page).PAGE for found in extensions().values() if found.page)
+def pages() -> Mapping[str, Any]:
+    """The module with the page of each extension (``reports/kascade/page.py``), by the name of its backend.
+
+    ``has_group`` finds its cases. Of ``PARTS`` are their sections behind "Failed"; of ``OPENING``, from the cases of
+    every kind, those before "In short", in which ``sentences`` are. ``loss`` gives of the cases of one model those that
+    measure the backend's loss on text, and why that is not shown; None where there are none. ``LOSS_NOTE`` says so
+    above the table.
+    """
+    return {backend: importlib.import_module(f".{backend}.page", __package__) for backend in extensions()}

@@ -1,17 +1,25 @@
-"""Tables of cells: what ran, speed, memory and accuracy. Values stay numbers until they are shown."""
+"""Tables of cells: what ran, speed, memory and accuracy, and backends beside peers.
+
+Values stay numbers until they are shown.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from attnsuite.suite import kinds
+from attnsuite.suite.kinds.op_case import is_plain
+from attnsuite.suite.peers import PEERS
 from attnsuite.suite.record import Record
-from attnsuite.suite.reportable import is_trusted, shows_memory
+from attnsuite.suite.reportable import is_trusted, ratio_of, same_rounds, shows_memory
 
 from .cells import Cell, Group, by_kind, cells_of
 from .columns import BACKEND, BASELINE, CASE, EXACT, FIGURES, MODE, PROBLEM, further, further_column
 from .formatting import Value, code, escape, plural, shorten
+from .plot import PASSES
 from .table import MIB, MILLI, Column, Table, scaled, table
 
 MEMORY_METHODS: dict[str, str] = {
@@ -21,6 +29,8 @@ MEMORY_METHODS: dict[str, str] = {
     "process_high_water": "process high-water mark above baseline (MiB)",
     "device_peak": "device peak (MiB)",
 }
+_FEWEST_LENGTHS = 3  # to which the growth of memory is fitted
+_SHORTEST = 1024  # below, buffers of constant size distort the fit
 
 
 def reason_numbers(records: Iterable[Record]) -> dict[str, str]:
@@ -135,6 +145,29 @@ def overview(groups: Sequence[Group]) -> tuple[Table, ...]:
     return tuple(made)
 
 
+def against_peers(groups: Sequence[Group]) -> tuple[Table, ...]:
+    """One table for each kind of case: the time of each exact backend relative to each peer, paired by round."""
+    made = []
+    for kind, title, cells in by_kind(groups):
+        timed = [cell for cell in cells if cell.is_peer and cell.speed]
+        columns = [Column(peer, f"relative to {peer}", _over(peer, timed)) for peer in PEERS]
+        ours = [cell for cell in cells if cell.speed is not None and cell.record.exact and not cell.is_peer]
+        if compared := [cell for cell in ours if any(column.value(cell) for column in columns)]:
+            made.append(table(f"peers_{kind}", title, (PROBLEM, BACKEND, *columns), compared))
+    return tuple(made)
+
+
+def _over(peer: str, timed: Sequence[Cell]) -> Callable[[Cell], Value]:
+    """A function from a cell to its time relative to that of ``peer`` in the same case and rounds."""
+
+    def ratio(cell: Cell) -> Value:
+        found = [x.record for x in timed if x.record.requested == peer and x.case == cell.case]
+        same = [record for record in found if same_rounds(cell.record, record)]
+        return ratio_of(cell.record, same[-1]) if same else None
+
+    return ratio
+
+
 def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
     """One table for each kind of case; every column is named after its method."""
     made = []
@@ -161,6 +194,39 @@ def memory(groups: Sequence[Group]) -> tuple[Table, ...]:
 
 def _known_sizes(record: Record) -> set[str]:
     return {name for name, size in record.memory.items() if size is not None}
+
+
+def growth(groups: Sequence[Group]) -> Table | None:
+    """The exponent of S in the temporary memory, a row per kind of pass, shape and backend with at least three lengths.
+
+    None if there is none.
+    """
+    sizes: dict[tuple[str, str, str], dict[int, int]] = {}
+    for cell in cells_of(groups):
+        kind, problem, size = cell.record.kind, cell.record.problem, cell.record.memory.get("compiled_temp")
+        length = problem.get("sequence")
+        plain = kinds.phase_of(kind) in PASSES and is_plain(problem | {"causal": True})
+        if plain and size and shows_memory(cell.record) and type(length) is int and length >= _SHORTEST:
+            shape = (
+                f"heads {problem.get('heads')}/{problem.get('kv_heads')}, D {problem.get('head_dim')}, "
+                f"{problem.get('dtype')}"
+            )
+            sizes.setdefault((kind, shape, cell.label), {})[length] = size
+    columns = (
+        Column("kind", "pass", lambda at: kinds.title_of(at[0][0]), merge=True),
+        Column("shape", "shape", lambda at: at[0][1], merge=True),
+        Column("backend", "backend", lambda at: at[0][2]),
+        Column("lengths", "S", lambda at: f"{min(at[1])} to {max(at[1])}"),
+        Column("exponent", "temporary memory grows as S to the power", lambda at: _exponent(at[1])),
+        Column("per_token", "bytes per token at the longest", lambda at: at[1][max(at[1])] / max(at[1])),
+    )
+    fitted = [item for item in sizes.items() if len(item[1]) >= _FEWEST_LENGTHS]
+    return table("memory_growth", "Growth with the length", columns, fitted) if fitted else None
+
+
+def _exponent(sizes: Mapping[int, int]) -> float:
+    lengths = sorted(sizes)
+    return float(np.polyfit(np.log(lengths), np.log([sizes[length] for length in lengths]), 1)[0])
 
 
 def accuracy(groups: Sequence[Group]) -> tuple[Table, ...]:

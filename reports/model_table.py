@@ -30,7 +30,7 @@ def model_table(groups: Sequence[Group]) -> Table | None:
         cell.record.requested
         for cell in cells_of(members)
         if phase_of(cell.record.kind) in ("text", "prefill", "decode")
-        and (cell.record.status != "unsupported" or cell.record.requested in {page.backend for page in pages()})
+        and (cell.record.status != "unsupported" or cell.record.requested in pages())
     )
     rows = [row for name in sorted(names, key=lambda name: name != STANDARD) if (row := _row(name, members))]
     columns = (
@@ -74,11 +74,10 @@ def _loss(name: str, groups: Sequence[Group]) -> dict[str, Value]:
     """Figures on text: from the case of the backend's extension, else from its case of text."""
     texts: Sequence[Group] = [member for member in groups if phase_of(member.kind) == "text"]
     invalid = any(quality.validity(cell) == quality.INVALID for cell in cells_of(texts) if cell.record.quality)
-    for page in pages():
-        if page.backend == name and (found := page.loss(groups)):
-            texts, withheld = found
-            if withheld is not None:
-                return {"exact": False, "reading": quality.INVALID if invalid else withheld}
+    if name in pages() and (found := pages()[name].loss(groups)):
+        texts, withheld = found
+        if withheld is not None:
+            return {"exact": False, "reading": quality.INVALID if invalid else withheld}
     for cell in cells_of(texts):
         if cell.record.requested == name and is_trusted(cell.record) and cell.record.quality:
             return _figures(cell, invalid=invalid)

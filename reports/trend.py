@@ -18,7 +18,7 @@ import numpy as np
 
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import MACHINE_KIND, Record
-from attnsuite.suite.reportable import label, same_problem, shows_speed, standard_of
+from attnsuite.suite.reportable import label, same_problem, same_rounds, shows_speed, standard_of
 from attnsuite.suite.store import parse_records, records_path
 
 from . import cases, environment
@@ -133,8 +133,7 @@ def series(runs: Sequence[Entry]) -> tuple[Series, ...]:
 def _value(key: str, run: Mapping[str, Record]) -> tuple[float, bool]:
     """The value of a cell in a run, and whether it is relative to standard."""
     standard = standard_of([record for record in run.values() if record.case == run[key].case])
-    same = standard is not None and run[key].environment.get("session") == standard.environment.get("session")
-    if standard is None or standard.key == key or not same:
+    if standard is None or standard.key == key or not same_rounds(run[key], standard):
         return float(np.median(run[key].samples)), False
     pair = against_control(key, run, run, [standard.key])
     return float(np.median(pair[0] if pair else run[key].samples)), pair is not None

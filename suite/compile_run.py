@@ -110,14 +110,14 @@ def processes() -> int:
     return max(1, min(usable_cores(), machine_bytes() // _BYTES_PER_PROCESS))
 
 
-def compile_all(grid: CompileGrid, watcher: GridWatcher, fleet: FleetRequest | None = None) -> None:
-    """Compile everything and write the records. Raises InputError where the directory holds records already."""
+def compile_all(grid: CompileGrid, watcher: GridWatcher, fleet: FleetRequest | None = None) -> tuple[Record, ...]:
+    """Compile everything; writes the records and returns them. Raises InputError where the directory holds some."""
     if fleet is not None:
         if references := [name for name in grid.backends if is_reference(name)]:
             raise InputError(f"{references[0]} is a file of this machine alone; leave out --executor.")
         if grid.searches:
             raise InputError("--longest asks one compiler after the other on one machine; leave out --executor.")
-    execute(grid, watcher, fleet)
+    return execute(grid, watcher, fleet)
 
 
 def nothing_compiled(records: Sequence[Record]) -> bool:

@@ -17,6 +17,7 @@ from attnsuite.backends import oracle
 
 from .kinds import kind_of
 from .measure import plausible
+from .measure.tensor_errors import pass_of
 from .record import Record, TensorError
 from .reportable import shows_speed, times_of
 from .statistics import median
@@ -55,8 +56,7 @@ def _follows(record: Record, name: str, error: TensorError) -> bool:
     dtype = str(record.problem.get("dtype"))
     if dtype not in oracle.EPSILON:
         return True
-    kind: oracle.Kind = "forward" if name == "out" else "gradient"
-    bounds = [oracle.allowed_error(standard, dtype, kind) for standard in (error.standard_error, None)]
+    bounds = [oracle.allowed_error(standard, dtype, pass_of(name)) for standard in (error.standard_error, None)]
     return any(math.isclose(error.allowed, bound, rel_tol=1e-6) for bound in bounds)
 
 

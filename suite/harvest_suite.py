@@ -11,7 +11,6 @@ from typing import Any
 from attnsuite.backends import AttentionSpec
 from attnsuite.backends.operands import OPERANDS
 
-from .errors import InputError
 from .kinds.op_case import OpCase, nearest_case, plain_spec, spec_of
 from .traced_calls import Call, Harvest, Mark
 
@@ -105,7 +104,7 @@ def _case(call: Call, mark: Mark) -> tuple[OpCase | None, tuple[str, ...]]:
     try:
         case = nearest_case(spec, decode=decode, needs_grad=mark.differentiated)
         missing = spec_of(case)
-    except (InputError, ValueError) as error:
+    except ValueError as error:
         return None, (str(error),)
     sentences = [
         _sentence(field.name, getattr(spec, field.name), spec)

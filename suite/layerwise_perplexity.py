@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout, Target
+from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, Layout
 from attnsuite.backends.contract import SelectedShare, SelectsKeys
 from attnsuite.models import Checkpoint, ModelConfig, TextFile, Transformer, load_text, open_checkpoint, streamed_nats
 from attnsuite.models.parameters import count_parameters
@@ -28,6 +28,7 @@ from .errors import InputError
 from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
+from .kinds.kind import of_backend
 from .kinds.model_program import selected_shares
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
@@ -279,16 +280,8 @@ def _judged(
 
 def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) -> Cell:
     name = f"perplexity-{Path(request.model).resolve().name}-s{request.seq_len}-{config.dtype}"
-    found = [resolution for _, resolution in attention.resolutions]
-    return Cell(
-        case=StreamedText(name, request.model, request.seq_len, request.sequences, config.dtype),
-        row=request.backend,
-        target=str(Target.here()),
-        resolved=attention.name,
-        mode="fallback" if any(each.mode == "fallback" for each in found) else "native",
-        exact=all(each.backend.exact for each in found),
-        reasons=tuple(dict.fromkeys(reason for each in found for reason in each.reasons)),
-    )
+    case = StreamedText(name, request.model, request.seq_len, request.sequences, config.dtype)
+    return of_backend(case, request.backend, lambda _: attention.resolutions)
 
 
 def _flags(request: StreamRequest, attention: _Attention) -> Iterator[str]:

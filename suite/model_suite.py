@@ -13,7 +13,6 @@ from typing import Any
 from .cell import Case
 from .errors import as_input
 from .kinds import built_in, extensions
-from .kinds.extension import Extension
 from .kinds.kind import Dtype, Least
 from .suites import Suite
 from .typed import Count
@@ -26,7 +25,7 @@ SEQUENCES = 12  # the same for every row, so that their perplexities compare
 class ModelSuiteFlags:
     """The flags of the command line: the checkpoint, and sizes that replace the suite's.
 
-    ``suite`` is the suite that an extension makes for a checkpoint (``Extension.model_suite``), if it was asked for.
+    ``suite`` is the suite that an extension makes for a checkpoint (:func:`model_suites`), if it was asked for.
     """
 
     model: str
@@ -43,9 +42,9 @@ class ModelSuiteFlags:
         return {name: value for name, value in found.items() if name != "suite" or value}
 
 
-def model_suites() -> dict[str, Extension]:
+def model_suites() -> dict[str, Any]:
     """The suites that extensions make for a checkpoint, by name."""
-    return {found.model_suite: found for found in extensions().values() if found.model_suite}
+    return {found.MODEL_SUITE: found for found in extensions().values()}
 
 
 def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
@@ -74,8 +73,8 @@ def model_suite(flags: ModelSuiteFlags, backends: Sequence[str] = ()) -> Suite:
 
 def rows(requested: Sequence[str]) -> tuple[str, ...]:
     """The rows of the suite: the requested backends, and the rows that their extensions have beside them."""
-    return tuple(dict.fromkeys([*requested, *(row for extension in _added(requested) for row in extension.rows)]))
+    return tuple(dict.fromkeys([*requested, *(row for extension in _added(requested) for row in extension.ROWS)]))
 
 
-def _added(backends: Sequence[str]) -> list[Extension]:
+def _added(backends: Sequence[str]) -> list[Any]:
     return [extension for name, extension in extensions().items() if name in backends]

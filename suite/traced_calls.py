@@ -90,24 +90,15 @@ class Harvest:
         names = [name for name in ("query", "key", "value") if arguments[name] is not None]
         arrays = [jnp.asarray(arguments[name]) for name in names]
         self.calls.append(read(arrays, arguments))
-        if self.instead is not None:
-            return self._instead(arrays, bound, original)
-        index = len(self.calls) - 1
-        if self.masks is not None and arguments.get("mask") is not None:
-            jax.debug.callback(functools.partial(self._saw, index), arguments["mask"])
-        marked = _mark(arrays, Mark(self, index))
-        arguments.update(zip(names, marked, strict=True))
-        self._inside = True
+        self._inside, found = True, NotImplemented
         try:
-            return original(*bound.args, **bound.kwargs)
-        finally:
-            self._inside = False
-
-    def _instead(self, arrays: Sequence[Any], bound: inspect.BoundArguments, original: Any) -> Any:
-        assert self.instead is not None  # noqa: S101 (for the type checker)
-        self._inside = True
-        try:
-            found = self.instead(self.calls[-1], arrays, bound.arguments)
+            if self.instead is not None:
+                found = self.instead(self.calls[-1], arrays, arguments)
+            else:
+                index = len(self.calls) - 1
+                if self.masks is not None and arguments.get("mask") is not None:
+                    jax.debug.callback(functools.partial(self._saw, index), arguments["mask"])
+                arguments.update(zip(names, _mark(arrays, Mark(self, index)), strict=True))
             return original(*bound.args, **bound.kwargs) if found is NotImplemented else found
         finally:
             self._inside = False

@@ -29,7 +29,7 @@ from attnsuite.models.packing import Packed, pack
 from attnsuite.models.parameters import Params, initialise
 from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.rematerialise import Remat
-from attnsuite.models.resume import SavedSteps, missing, open_saved
+from attnsuite.models.resume import missing, open_saved
 from attnsuite.models.sharded_training import MeshSizes, Placement, place_on
 from attnsuite.models.text import random_windows
 from attnsuite.models.training import Batch, Step, Trained, compiled_step, training_step
@@ -208,7 +208,8 @@ def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, 
         if resume and latest is None:
             say("nothing was saved yet: starting over")
         elif saved is not None and latest is not None:
-            (trained, state), done = _restored(saved, latest, (trained, state)), latest
+            with as_input("--resume: "):
+                (trained, state), done = saved.restore(latest, (trained, state)), latest
             say(f"resuming behind step {done}")
         losses = _keep(out / LOSSES, done)
         with open(out / LOSSES, "a", encoding="utf-8", opener=files.open_here) as file:
@@ -326,11 +327,6 @@ def _difference(key: str, before: Any, now: Any) -> str:
                 was, found = typed.quoted(before.get(name)), typed.quoted(now[name])
                 return f"--resume: the run had {name}={was}, now it is {found}; they must be equal."
     return f"--resume: {key} differs from that of the run; resume with what it was started with."
-
-
-def _restored(saved: SavedSteps, step: int, like: Any) -> Any:
-    with as_input("--resume: "):
-        return saved.restore(step, like)
 
 
 def _keep(path: Path, done: int) -> list[float]:

@@ -29,7 +29,7 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 from . import choosing, statistics
 from .cell import Cell, Outcome
 from .compile import topologies, tpu_schedules
-from .compile.candidates import NO_SPILLS, compile_candidate, compile_kernels
+from .compile.compilation import NO_SPILLS, compile_candidate, compile_kernels
 from .compile.programs import op_program as abstract_program
 from .diagnosis import examine_here
 from .errors import CellFailure, InputError, as_input

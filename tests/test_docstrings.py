@@ -24,7 +24,6 @@ NEEDS = {
     "attnsuite.backends.kvax.build": "triton",  # tox -e kvax runs these two
     "attnsuite.backends.kvax.interpret": "triton",
     "attnsuite.suite.harness": "lm_eval",
-    "attnsuite.suite.peers.tokamax_chunked": "tokamax",
     "attnsuite.suite.peers.torch_llama": "transformers",
     "attnsuite.suite.peers.torch_sdpa": "torch",
 }

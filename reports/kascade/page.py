@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from attnsuite.suite.kinds.kascade.methods import METHODS
 
 from ..cells import Group
-from ..extension import ExtensionPage
 from ..formatting import code, escape
 from ..page import Section, section
 from . import guide, tables
@@ -47,36 +46,31 @@ def loss(groups: Sequence[Group]) -> tuple[Sequence[Group], str | None] | None:
     return prefills, None if why is None else f"{tables.WITHHELD}: {why}"
 
 
-PAGE = ExtensionPage(
-    backend="kascade",
-    has_group=tables.is_kascade,
-    opening=(section("guides", "The guides' figures", "tables", guide.figures, short=True),),
-    parts=(
-        section(
-            "kascade_gate",
-            "The retrieval gate",
-            "tables",
-            tables.gate,
-            "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
-            "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
-            "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
-            "every control is there and fails beyond its interval.",
-            short=True,
-        ),
-        quality,
-        section(
-            "kascade_speed",
-            "Speed of whole stacks",
-            "tables",
-            tables.speed,
-            "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
-            "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
-            "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
-            "with everything selected. DENSE: the row decided by itself not to run sparse.",
-            short=True,
-        ),
+has_group, sentences = tables.is_kascade, tables.sentences
+OPENING = (section("guides", "The guides' figures", "tables", guide.figures, short=True),)
+PARTS = (
+    section(
+        "kascade_gate",
+        "The retrieval gate",
+        "tables",
+        tables.gate,
+        "A hand-built model with a known circuit: an anchor layer can fetch one half of an answer, a reuse layer "
+        "the other, so that an answer is right only where both attend to the needle. Chance is 1 in 16 where both "
+        "look elsewhere, 1 in 4 where one does. Kascade's row stands only where dense finds everything and "
+        "every control is there and fails beyond its interval.",
+        short=True,
     ),
-    sentences=tables.sentences,
-    loss=loss,
-    loss_note="Kascade's losses are those of its own case, beside its controls.",
+    quality,
+    section(
+        "kascade_speed",
+        "Speed of whole stacks",
+        "tables",
+        tables.speed,
+        "Attention only, of all layers, what the anchors cost included, relative to the fastest dense row of the "
+        "case: dense is timed on one device and on one per core. “Time relative to its share of pairs” is 1 "
+        "where a reuse layer is as much faster as it computes less. Before it is timed, a row has to equal dense "
+        "with everything selected. DENSE: the row decided by itself not to run sparse.",
+        short=True,
+    ),
 )
+LOSS_NOTE = "Kascade's losses are those of its own case, beside its controls."

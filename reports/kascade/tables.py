@@ -354,12 +354,11 @@ def _sentences(group: Group) -> Iterator[str]:
         lead = f"**Gate, {_phase(group)}**: "
         if why is not None:
             yield f"{lead}Kascade's row is withheld: {why}."
-        elif kascade is not None and (found := recall_of(kascade.record)) is not None:
+        elif kascade is not None and (mine := recall_of(kascade.record)) is not None:
             failed = [found.value for name in CONTROLS if (found := recall_of(rows[name].record))]
             share = 100 * kascade.record.quality["kept_pairs"]
-            mine = recall_of(kascade.record)
             yield (
-                f"{lead}dense 1, {code('kascade')} (approximate) {estimate(mine) if mine else ''} at "
+                f"{lead}dense 1, {code('kascade')} (approximate) {estimate(mine)} at "
                 f"{number(share)}% of the pairs; {plural(len(failed), 'control')} at {number(min(failed))} to "
                 f"{number(max(failed))}."
             )

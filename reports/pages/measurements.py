@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import Manifest
@@ -15,9 +16,7 @@ from .. import (
     answer,
     environment,
     figures,
-    growth,
     model_table,
-    peers,
     plot,
     program_table,
     quality,
@@ -25,7 +24,7 @@ from .. import (
     winners,
 )
 from ..cells import Cell, Group, cells_of, group
-from ..extension import ExtensionPage, pages
+from ..extension import pages
 from ..formatting import code, escape, plural
 from ..page import Page, Section, reproduce_section, section
 from ..read import Run
@@ -84,12 +83,12 @@ class Content:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The cases that are no extension's."""
-        return tuple(member for member in self.every if not any(page.has_group(member) for page in pages()))
+        return tuple(member for member in self.every if not any(page.has_group(member) for page in pages().values()))
 
     @property
-    def added(self) -> tuple[tuple[ExtensionPage, tuple[Group, ...]], ...]:
-        """Each extension, and its cases."""
-        return tuple((page, tuple(filter(page.has_group, self.every))) for page in pages())
+    def added(self) -> tuple[tuple[Any, tuple[Group, ...]], ...]:
+        """The page of each extension, and its cases."""
+        return tuple((page, tuple(filter(page.has_group, self.every))) for page in pages().values())
 
     @property
     def suites(self) -> str:
@@ -186,7 +185,7 @@ def one_model(content: Content) -> Iterator[Section]:
         "One row per backend that ran in this model. Losses are paired, sequence by sequence, against the standard "
         "backend on the same tokens, text in windows of the case's length; a unigram model that knows the text's own "
         "frequencies is what the dense model has to beat, else every row is INVALID. Times are medians of the tables "
-        f"under Speed, where their intervals are. {' '.join(page.loss_note for page in pages())}"
+        f"under Speed, where their intervals are. {' '.join(page.LOSS_NOTE for page in pages().values())}"
     )
     yield Section(
         "checkpoint", f"Backends in {escape(model_table.title(content.every))}", (intro,), tables=(made,), short=True
@@ -233,7 +232,7 @@ def memory(content: Content) -> Iterator[Section]:
         "run raises the process above what it held with the program compiled and the inputs made"
         f"{how}. The device peak is the device allocator's statistic."
     )
-    grown = growth.growth(content.every)
+    grown = figures.growth(content.every)
     yield Section("memory", "Memory", (intro,), tables=(*((grown,) if grown else ()), *made))
 
 
@@ -282,14 +281,14 @@ _Sections = Callable[[Content], Iterable[Section]]
 
 
 def _opening(content: Content) -> Iterator[Section]:
-    for page in pages():
-        for part in page.opening:
+    for page in pages().values():
+        for part in page.OPENING:
             yield from part(content.every)
 
 
 def _added(content: Content) -> Iterator[Section]:
     for page, groups in content.added:
-        for part in page.parts:
+        for part in page.PARTS:
             yield from part(groups)
 
 
@@ -335,7 +334,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "peers",
         "Against peers",
         "tables",
-        lambda content: peers.against(content.groups),
+        lambda content: figures.against_peers(content.groups),
         "The same, relative to implementations outside this project, measured in the same rounds on the same arrays "
         "and judged by the same oracle. Unthrottled: with the vendor check of PyTorch's math library lifted, which "
         "slows it on processors that are not Intel's.",

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from attnsuite.backends import AttentionSpec, Target, pallas_flash, registry
 
 from ..kinds.attention_call import OpCase, spec_of
-from ..measure.program import with_gradients
-from .programs import AbstractProgram, op_program
+from ..measure.program import Program, with_gradients
+from .programs import op_program
 
 Attend = Callable[[Any, Any, Any], Any]
 
 
-def by_hand(case: OpCase, backend: str, target: Target) -> AbstractProgram | None:
+def by_hand(case: OpCase, backend: str, target: Target) -> Program | None:
     """The program of the case by the library's own call, with the arrays of the backend's program.
 
     None for a backend without a library behind it, and for a case whose layout holds arrays or whose query is one
@@ -37,7 +37,7 @@ def by_hand(case: OpCase, backend: str, target: Target) -> AbstractProgram | Non
     if attend is None:
         return None
     _, *arguments = op_program(case, registry.get(backend), target).arguments
-    return AbstractProgram(with_gradients(attend) if case.needs_grad else attend, tuple(arguments))
+    return Program(with_gradients(attend) if case.needs_grad else attend, tuple(arguments))
 
 
 def _jax_nn(spec: AttentionSpec, target: Target) -> Attend | None:

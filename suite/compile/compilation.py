@@ -4,6 +4,9 @@ The result says whether the compiler accepts the program, or gives the compiler'
 program's sizes in bytes and whether they fit the device. Kernels that are compiled outside XLA (Triton) add registers,
 spills and shared memory. Nothing is run, so the only time is the compiler's own. XLA's estimate of the run time
 (``optimal_seconds``) is left out: it counts a Pallas call as no work at all.
+
+Options on trial (``attnsuite tune --target``) are compiled the same way: kernels outside XLA in this process, the
+others in a process for the device, whose compiler says whether it takes them, on a GPU without spilling registers.
 """
 
 from __future__ import annotations
@@ -24,20 +27,23 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from attnsuite.backends import AttentionSpec, Backend, Target, registry, support
 from attnsuite.backends.contract import BackendWithRoles
 from attnsuite.backends.sharding import Sharded
-from attnsuite.backends.tunable import CompilesKernels, KernelBuild
+from attnsuite.backends.tunable import CompilesKernels, CountsWork, KernelBuild
 
 from ..cell import Case, Outcome
 from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.model_case import ModelCase
 from ..measure import lint
+from ..measure.program import Program
 from ..record import ProgramText
 from ..user_function import is_raised_by_user, is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
-from .programs import AbstractProgram, attention_specs, model_program, op_program, resolutions, role_program
+from .programs import attention_specs, model_program, op_program, resolutions, role_program
 from .tpu_schedules import scheduled
 
 NO_COMPILER = "there is no compiler for this device here."
+# XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
+NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 ROLE = ":"  # between a backend and its role
 KERNEL = "/"  # between a role and the kernel that computes it
 _REASON_LENGTH = 300
@@ -137,7 +143,7 @@ def _slice_cell(case: OpCase | ModelCase, backend: Backend, target: Target) -> O
 
 
 def compile_program(
-    program: AbstractProgram, device: Any, mesh: Mesh | None = None, spec: AttentionSpec | None = None
+    program: Program, device: Any, mesh: Mesh | None = None, spec: AttentionSpec | None = None
 ) -> Outcome:
     """Lower and compile for ``device``: the seconds of both steps, and the compiler's sizes in bytes (of one device).
 
@@ -163,6 +169,49 @@ def compile_program(
         memory=_sizes(compiled),
         program=None if spec is None else _text(compiled, spec),
     )
+
+
+def compile_kernels(
+    backend: CompilesKernels, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The facts of a :class:`attnsuite.suite.kinds.tuning_case.Trial` about kernels that are compiled outside XLA."""
+    try:
+        builds = backend.compile_kernels(spec, target, options)
+    except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
+        return {"options": dict(options), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    errors = [f"{build.name}: {build.error}" for build in builds if build.error]
+    kernels = list(map(dataclasses.asdict, builds))
+    return {"options": dict(options), "error": errors[0] if errors else None, "kernels": kernels}
+
+
+def compile_candidate(
+    case: OpCase,
+    name: str,
+    target: Target,
+    options: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    dump: Path | None = None,
+) -> dict[str, Any]:
+    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``fixed`` ones. Nothing is run.
+
+    ``dump`` is the folder into which the compiler of a TPU writes schedules.
+    """
+    backend, spec, whole = registry.get(name), spec_of(case), {**fixed, **options}
+    try:
+        counted = backend.work(spec, target, whole) if isinstance(backend, CountsWork) else None
+        if reasons := support(backend, spec, target, "compile", whole).reasons:
+            return {"options": dict(options), "error": " ".join(reasons)}
+        program = op_program(case, backend, target, whole)
+
+        def judged() -> Outcome:
+            return judged_size(compile_program(program, topologies.device(target)), target)
+
+        verdict = judged() if dump is None else scheduled(dump, judged)
+    except Exception as error:  # noqa: BLE001 (as above)
+        return {"options": dict(options), "error": rejected(error).error}
+    work = None if counted is None else dataclasses.asdict(counted)
+    counts = [dataclasses.asdict(each) for each in verdict.schedules]
+    return {"options": dict(options), "error": verdict.error, "work": work, "schedules": counts}
 
 
 def _text(compiled: Any, spec: AttentionSpec) -> ProgramText:
@@ -232,7 +281,7 @@ def _program(
     target: Target,
     role: str | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> AbstractProgram:
+) -> Program:
     if isinstance(case, OpCase):
         if role is not None and isinstance(backend, BackendWithRoles):
             return role_program(case, backend, target, role, options)

@@ -7,9 +7,8 @@ and decode. The compiler's peak is then that of real use. Attention is planned f
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,19 +28,11 @@ from ..kinds.attention_call import OpCase, op_function, spec_of
 from ..kinds.inputs import layout_of
 from ..kinds.model_case import ModelCase
 from ..kinds.model_program import options_of, prefill, train_step
+from ..measure.program import Program
 from ..named_model import config_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AbstractProgram:
-    """A function, its ``jax.ShapeDtypeStruct`` arguments, and the indices of the donated ones."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    donated: tuple[int, ...] = ()
-
-
-def op_program(case: OpCase, backend: Backend, target: Target, options: Options = None) -> AbstractProgram:
+def op_program(case: OpCase, backend: Backend, target: Target, options: Options = None) -> Program:
     """One attention call, see :func:`attnsuite.suite.kinds.attention_call.op_function`."""
     spec, (layout, query, key, value) = spec_of(case), _arrays(case)
 
@@ -49,12 +40,12 @@ def op_program(case: OpCase, backend: Backend, target: Target, options: Options 
         return plan(backend, spec, layout, target=target, mode="compile", options=options)
 
     d_out = (_cotangent(query, value),) if case.needs_grad else ()
-    return AbstractProgram(op_function(case, planned), (layout, query, key, value, *d_out))
+    return Program(op_function(case, planned), (layout, query, key, value, *d_out))
 
 
 def role_program(
     case: OpCase, backend: BackendWithRoles, target: Target, role: str, fixed: Mapping[str, Any] = MappingProxyType({})
-) -> AbstractProgram:
+) -> Program:
     """Output and carry of one layer that plays ``role``; ``fixed`` are options beside the role's.
 
     With gradients the output is a tuple, with those of query, key and value behind it. The last argument is the carry
@@ -77,8 +68,8 @@ def role_program(
     # Only the backend knows the shape of the carry.
     carry = () if layer == 0 else (jax.eval_shape(functools.partial(run, layer - 1), layout, query, key, value)[1],)
     if case.needs_grad:
-        return AbstractProgram(with_gradients, (layout, query, key, value, _cotangent(query, value), *carry))
-    return AbstractProgram(functools.partial(run, layer), (layout, query, key, value, *carry))
+        return Program(with_gradients, (layout, query, key, value, _cotangent(query, value), *carry))
+    return Program(functools.partial(run, layer), (layout, query, key, value, *carry))
 
 
 def _cotangent(query: Any, value: Any) -> Any:
@@ -138,14 +129,14 @@ def _attention_sizes(case: ModelCase) -> dict[str, Any]:
     }
 
 
-def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
+def model_program(case: ModelCase, found: Resolutions) -> Program:
     """A prefill of ``sequence`` tokens, one decode step behind as many cached tokens, or one AdamW step on as many."""
     config = model_config(case)
     params = jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
     if case.needs_grad:
         step, start = train_step(config, found)
         state = jax.eval_shape(start, params)
-        return AbstractProgram(step, (params, state, _integers(case.batch, case.sequence)), donated=(0, 1))
+        return Program(step, (params, state, _integers(case.batch, case.sequence)), donated=(0, 1))
     decoding = case.is_decode
 
     def decode(params: Any, tokens: Any, held: Any, end: Any) -> Any:
@@ -157,7 +148,7 @@ def model_program(case: ModelCase, found: Resolutions) -> AbstractProgram:
     )
     tokens = _integers(case.batch, 1 if decoding else case.sequence)
     run = decode if decoding else prefill(config, found)
-    return AbstractProgram(run, (params, tokens, held, _integers(case.batch)), donated=(2,))
+    return Program(run, (params, tokens, held, _integers(case.batch)), donated=(2,))
 
 
 def _integers(*shape: int) -> Any:

@@ -22,8 +22,9 @@ from attnsuite.models.sharding import shardings
 
 from ..kinds.attention_call import OpCase
 from ..kinds.model_case import ModelCase
+from ..measure.program import Program
 from . import topologies
-from .programs import AbstractProgram, attention_specs
+from .programs import attention_specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def shard(case: OpCase | ModelCase, target: Target) -> SliceSharding | str:
     return SliceSharding(Mesh(chips, (name, "heads")), axes)
 
 
-def placed(program: AbstractProgram, case: OpCase | ModelCase, sharding: SliceSharding) -> AbstractProgram:
+def placed(program: Program, case: OpCase | ModelCase, sharding: SliceSharding) -> Program:
     """The program with a sharding on every argument."""
     first, *others = program.arguments
     if isinstance(case, ModelCase):

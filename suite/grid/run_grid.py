@@ -67,8 +67,7 @@ class RunGrid(Grid):
         """What this machine is, and the cells of the run on it. Raises InputError."""
         others = used_by_others() if self.is_timed and not self.busy else None
         environment, cells = probe(self)
-        if others:
-            check_idle(environment.get("target", ""), others)
+        check_idle(environment.get("target", ""), others)
         return environment, cells
 
     @property

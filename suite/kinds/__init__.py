@@ -21,7 +21,6 @@ from .. import typed
 from ..cell import Case
 from ..errors import InputError
 from ..record import Record, RecordError
-from .extension import Extension
 from .kind import Kind, label_of
 from .kind import problem_of as problem_of
 
@@ -46,20 +45,20 @@ BUILT_IN = (
 )
 
 
-# What backends bring beside their rows.
-EXTENSIONS = ("kascade.extension:KASCADE",)
+# The modules with what backends bring beside their rows.
+EXTENSIONS = {"kascade": "kascade.extension"}
 
 
 @functools.cache
-def extensions() -> Mapping[str, Extension]:
-    """Each extension, by the name of its backend."""
-    return {extension.backend: extension for extension in map(_load, EXTENSIONS)}
+def extensions() -> Mapping[str, Any]:
+    """The module of each extension, by the name of its backend."""
+    return {backend: importlib.import_module(f".{module}", __name__) for backend, module in EXTENSIONS.items()}
 
 
 def with_flags(flags: Mapping[str, Any], cases: Sequence[Case]) -> tuple[Case, ...]:
     """The cases with the fields that flags of extensions give. Raises InputError where no case has them."""
     for extension in extensions().values():
-        cases = extension.apply(flags, cases)
+        cases = extension.applied(flags, cases)
     return tuple(cases)
 
 

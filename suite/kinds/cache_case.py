@@ -68,9 +68,9 @@ class Cache(Kind):
 
     def prepare(self, cell: Cell, case: CacheCase, means: Means) -> Prepared:
         """Measure everything at once; nothing is timed."""
-        from . import cache_quality  # noqa: PLC0415
+        from . import model_quality  # noqa: PLC0415
 
-        found = cache_quality.measure(case, DTYPES[cell.row], means.text, wrong_scales=cell.row == CONTROL)
+        found = model_quality.cache_loss(case, DTYPES[cell.row], means.text, wrong_scales=cell.row == CONTROL)
         return Prepared(tensor_errors.judged(found, exact=bool(cell.exact)))
 
 

@@ -373,8 +373,10 @@ def _expected(case: CallerCase, inputs: _Inputs) -> dict[str, Any]:
     return found
 
 
-def _flax_expected(case: CallerCase, draw: Draw | None) -> dict[str, Any]:
-    """The output of flax's layer around attention in float64."""
+def _expected_whole(case: CallerCase, draw: Draw | None) -> dict[str, Any]:
+    """Of the whole call; of flax's layer its output around attention in float64."""
+    if case.way not in _FLAX:
+        return _expected(case, _inputs(case, draw))
     function, arguments = _flax_step(case, _exact, draw)
     return {"out": np.asarray(function(*arguments)).astype(np.float64)}
 
@@ -425,14 +427,12 @@ class Caller(Kind):
     def write_reference(self, case: CallerCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:
         """The outputs in float64, and the library's errors."""
         outputs = named_outputs(execution.outputs_of(caller_program(case, LIBRARY), draw))
-        expected = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _inputs(case, draw))
-        save_reference(path, expected, outputs, case.dtype)
+        save_reference(path, _expected_whole(case, draw), outputs, case.dtype)
 
     def recheck(self, case: CallerCase, outputs: Mapping[str, Any], draw: Draw, choice: int) -> dict[str, TensorError]:
         """The heads of one KV head, by the oracle; of a cache, and of flax's layer that mixes heads, everything."""
         if case.way in _FLAX or case.is_cache:
-            exact = _flax_expected(case, draw) if case.way in _FLAX else _expected(case, _inputs(case, draw))
-            expected, found = exact, outputs
+            expected, found = _expected_whole(case, draw), outputs
             library = execution.outputs_of(caller_program(case, LIBRARY), draw)
         else:
             part, inputs, at = _of_one_head(case, _inputs(case, draw), choice)

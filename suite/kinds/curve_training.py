@@ -31,7 +31,7 @@ from attnsuite.models.training import Batch, Step, compiled_step, training_step
 from ..cell import Cell, Outcome
 from ..errors import InputError, as_input
 from ..host_devices import parse_mesh
-from .kind import cell, refused
+from .kind import of_backend, refused
 from .loss_curve_case import LossCurve, Run, TrainingCase
 
 # The axis of a parameter that runs over the hidden coordinates; those that are not named have none.
@@ -73,10 +73,8 @@ def cell_of(case: TrainingCase, run: Run) -> Cell:
     found, reasons = _resolutions(case, run)
     if not found:
         return refused(case, run.name, reasons)
-    names = dict.fromkeys(resolution.backend.name for _, resolution in found)
-    exact = all(resolution.backend.exact for _, resolution in found)
     devices = parse_mesh(run.mesh).count if run.mesh else 1
-    return cell(case, run.name, resolved="+".join(names), mode=found[0][1].mode, exact=exact, devices=devices)
+    return dataclasses.replace(of_backend(case, run.name, lambda _: found), devices=devices)
 
 
 def trained(case: TrainingCase, run: Run) -> Outcome:

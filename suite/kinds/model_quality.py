@@ -1,4 +1,4 @@
-"""What a model loses under a backend: perplexity on text, agreement with the standard backend, recall.
+"""What a model loses under a backend, or behind a cache of some dtype: perplexity on text, agreement, recall.
 
 Every figure stands beside the standard backend's on the same tokens, from the same process, sequence by sequence. The
 differences are therefore paired, and their intervals are an order of magnitude narrower than those of the figures.
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attnsuite.models import ModelConfig, TextFile, Transformer, load_text, retrieval
+from attnsuite.models import KVCache, ModelConfig, TextFile, Transformer, load_text, retrieval
+from attnsuite.models.cache import Quantised, Slots
 from attnsuite.models.loss import token_nats
 
 from .. import statistics
@@ -97,7 +98,7 @@ def recall(case: Any, backend: str) -> Outcome:
         batch = retrieval.sample(rng, case.sequence, batch=min(_PROMPTS_AT_ONCE, case.prompts - start))
         logits = {name: model(batch.tokens, backend=name, needs_grad=False) for name in hits}
         for name, found in logits.items():
-            hits[name] += _hits(found, batch)
+            hits[name] += retrieval.hits(found, batch).astype(float).ravel().tolist()
         distances += (np.asarray(batch.query_positions) - np.asarray(batch.needle_positions)).ravel().tolist()
         if not errors:
             errors.append(as_model_error(logits[backend], logits["standard"], None, "float32"))
@@ -112,19 +113,54 @@ def recall(case: Any, backend: str) -> Outcome:
     )
 
 
+def cache_loss(case: Any, dtype: str, text: TextFile | None, *, wrong_scales: bool) -> Outcome:
+    """The figures of a row of a ``CacheCase``, from the second half of every sequence."""
+    model, half = open_model(case), case.sequence // 2
+    errors: dict[str, TensorError] = {}
+
+    def logits_of(tokens: Array) -> tuple[Array, Array]:
+        dense = model(tokens, backend="standard", needs_grad=False)[:, half:]
+        ours = _behind_cache(model, tokens, half, dtype, wrong_scales)
+        if not errors:
+            errors["logits"] = as_model_error(ours, dense, None, "float32")
+        return ours, dense
+
+    outcome = window_by_window(read_text(case, model.config, text), logits_of, half)
+    bytes_per_token = KVCache.create(model.config, 1, 1, dtype).nbytes
+    return dataclasses.replace(outcome, accuracy=errors, figures={"kv_bytes_per_token": bytes_per_token})
+
+
+def _behind_cache(
+    model: Transformer, tokens: Int[Array, "batch length"], half: int, dtype: str, wrong_scales: bool
+) -> Float[Array, "batch rest vocab"]:
+    """Logits of the tokens from ``half``, read in one call behind a cache of this dtype that holds the others.
+
+    A token reads the keys and values of every token before it, and its own, as the cache keeps them: one call gives
+    what the decode steps give one after the other.
+    """
+    batch, length = tokens.shape
+    cache = model.new_cache(batch, length, dtype)
+    _, cache = model.prefill(tokens[:, :half], cache, last_only=True, backend="standard")
+    if wrong_scales:
+        keys, values = (tuple(_with_other_scales(x, half) for x in of) for of in (cache.keys, cache.values))
+        cache = dataclasses.replace(cache, keys=keys, values=values)
+    return model.prefill(tokens[:, half:], cache, backend="standard")[0]
+
+
+def _with_other_scales(slots: Slots, filled: int) -> Slots:
+    """The slots with scales of others: those of the KV head before, one filled slot earlier."""
+    if not isinstance(slots, Quantised):
+        return slots
+    rolled = jnp.roll(slots.scales[:, :, :filled], (1, 1), axis=(1, 2))
+    return dataclasses.replace(slots, scales=slots.scales.at[:, :, :filled].set(rolled))
+
+
 def _with_selection(outcome: Outcome, config: ModelConfig, case: Any, backend: str) -> Outcome:
     """The outcome with what an approximate backend selected; without that its figures cannot be read."""
     selected = selected_shares(resolutions_of_sequence(config, case.sequence, backend), config)
     figures = {name: value for one in selected for name, value in one.figures.items()}
     notes = tuple(line for one in selected for line in one.lines)
     return dataclasses.replace(outcome, quality={**outcome.quality, **figures}, notes=notes)
-
-
-def _hits(logits: Float[Array, "b t v"], batch: Any) -> list[float]:
-    """1.0 for each query whose most likely next token is its answer, prompt after prompt."""
-    at = np.asarray(batch.query_positions)
-    chosen = np.take_along_axis(np.asarray(logits).argmax(-1), at, axis=1)
-    return (chosen == np.asarray(batch.answers)).astype(float).ravel().tolist()
 
 
 @jax.jit

@@ -165,7 +165,7 @@ class ShardedKind(Kind):
 def _judged(backend: Sharded, spec: AttentionSpec, problem: str, mode: Any) -> Outcome:
     solved = _solved(problem, spec)
     everywhere = NamedSharding(backend.mesh, PartitionSpec())
-    inputs = [_sharded(x, backend.sharding()) for x in solved.inputs]
+    inputs = [jax.make_array_from_callback(x.shape, backend.sharding(), x.__getitem__) for x in solved.inputs]
     results = _program(backend, spec, solved.layout, mode)(*inputs)
     out = results["out"]
     whole = jax.jit(lambda x: x, out_shardings=everywhere)(results)
@@ -224,11 +224,6 @@ def _spec(problem: str, backend: Backend) -> AttentionSpec:
     """The problem's spec, without gradients for a backend that has none."""
     spec = _arrays(problem)[0]
     return spec if backend.exact else dataclasses.replace(spec, needs_grad=False)
-
-
-def _sharded(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array over all processes; each process has the whole of it in memory."""
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 SHARDED = ShardedKind()

@@ -1,4 +1,4 @@
-"""The program that a cell times or compiles: a function of arrays, and the arrays."""
+"""The program that a cell times or compiles: a function of arrays, and the arrays or their shapes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import jax
 class Program:
     """A function of arrays, and the arrays. JAX compiles it, unless ``arrays`` is given.
 
+    A program that is compiled alone has ``jax.ShapeDtypeStruct`` in their place, and ``donated`` are the positions of
+    those arguments that a user donates.
+
     With ``arrays`` the function belongs to another framework. It is called as it stands and returns when it is done;
     ``arrays`` then converts its outputs to those of a compiled program. ``renewed`` are the positions of the arguments
     that are new in every timed call (``fresh.py``).
@@ -22,6 +25,7 @@ class Program:
     arguments: tuple[Any, ...]
     arrays: Callable[[Any], Any] | None = None
     renewed: tuple[int, ...] = ()
+    donated: tuple[int, ...] = ()
 
 
 def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ _NEUTRAL = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """An implementation to compare with. ``module`` (of this package) has ``program(case) -> Program``.
+    """An implementation to compare with: in ``module`` (of this package) a ``function(case) -> Program``.
 
     ``masks`` are the options of an op case that it takes besides causal. ``unthrottled`` lifts the vendor
     check of the math library that it computes with (``mkl.py``).
@@ -45,12 +45,13 @@ class Peer:
     packages: tuple[str, ...]
     masks: frozenset[str] = frozenset()
     unthrottled: bool = False
+    function: str = "program"
 
 
 _LLAMA = ("torch", "transformers")
 _ALL = (
-    Peer("jax_nn", "jax_nn", (), _MASKS),
-    Peer("tokamax", "tokamax_chunked", ("tokamax",)),
+    Peer("jax_nn", "jax_attention", (), _MASKS, function="jax_nn"),
+    Peer("tokamax", "jax_attention", ("tokamax",), function="chunked_tokamax"),
     Peer("torch", "torch_sdpa", ("torch",), _MASKS),
     Peer("torch_unthrottled", "torch_sdpa", ("torch",), _MASKS, unthrottled=True),
     Peer("transformers", "torch_llama", _LLAMA),
@@ -88,5 +89,6 @@ def worker_environment(name: str, folder: Path) -> Mapping[str, str]:
 
 def program(name: str, case: Case, draw: Draw | None = None) -> Program:
     """The peer's program of ``case``; of an attention call also with the inputs of ``draw``."""
-    make = importlib.import_module(f"attnsuite.suite.peers.{PEERS[name].module}").program
+    peer = PEERS[name]
+    make = getattr(importlib.import_module(f"attnsuite.suite.peers.{peer.module}"), peer.function)
     return make(case) if draw is None else make(case, draw)

@@ -75,7 +75,7 @@ def _device() -> Suite:
 
 QUICK = shipped("quick")
 DEVICE, FULL, CPU_SPEED = _device(), shipped("full"), shipped("cpu-speed")
-_ADDED = (name for added in extensions().values() for name in added.suites)
+_ADDED = (name for added in extensions().values() for name in added.SUITES)
 _NAMED = (QUICK, DEVICE, FULL, CPU_SPEED, *map(shipped, ("caller", *_ADDED, "serving", "sharded", "curves")))
 SUITES = {suite.name: suite for suite in _NAMED}
 

@@ -55,16 +55,14 @@ def run(command: Compile) -> int:
     from .. import compile_run
     from ..compile_request import compile_request
     from ..compile_run import nothing_compiled
-    from ..store import RECORDS, parse_records
     from .report import show
 
     limits = limits_of(command.cell_timeout, command.cell_memory)
     request = compile_request(command, directory(command.out, "compile"), limits, arguments_of(command))
     fleet = fleet_of(command)
     with progress(lambda: "what is compiled is kept; the same with another --out goes on.") as display:
-        compile_run.compile_all(request, display, fleet)
+        records = compile_run.compile_all(request, display, fleet)
     show(request.out)
-    records, _, _ = parse_records(request.out / RECORDS)
     if nothing_compiled(records):
         tell("attnsuite: nothing was compiled, for want of a compiler; the reasons above say how to get one.")
         return NO_RESULT

@@ -12,10 +12,11 @@ from ..errors import InputError, as_input
 from .flags import DType, OnFleet, added, directory_of, flag, fleet_of, limits_of, progress, resuming, tell, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ..grid.run_grid import RunGrid
     from ..model_suite import ModelSuiteFlags
+    from ..record import Record
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,9 @@ def run(command: Run) -> int:
     if request.profile is not None:
         check_directory(request.profile)
     with progress(lambda: resuming(command, request.out, _WHEN_RESUMED, request.backends)) as display:
-        execute(request, display, fleet)
-    code = show(request.out, *_verdicts(command, request)) or _named(request, requested=command.backends is not None)
+        records = execute(request, display, fleet)
+    named = command.backends is not None
+    code = show(request.out, *_verdicts(command, request, records)) or _named(request, records, requested=named)
     if request.profile is not None:
         from attnsuite import reports
 
@@ -131,12 +133,10 @@ def _check_flags(command: Run) -> None:
             raise InputError(f"{spelled([field.name])} is not for --suite device, which takes {spelled(_OF_DEVICE)}.")
 
 
-def _named(request: RunGrid, *, requested: bool) -> int:
+def _named(request: RunGrid, records: Sequence[Record], *, requested: bool) -> int:
     """Say where what was asked for by name did not run; 2 if a function of the user has run in no case, else 0."""
-    from ..store import RECORDS, parse_records
     from ..user_function import is_reference
 
-    records = parse_records(request.out / RECORDS)[0]
     for name in request.backends if requested else ():
         tried = [record for record in records if record.requested == name]
         without = [record for record in tried if record.status == "unsupported"]
@@ -150,13 +150,13 @@ def _named(request: RunGrid, *, requested: bool) -> int:
     return 2 if idle else 0
 
 
-def _verdicts(command: Run, request: RunGrid) -> tuple[Path, ...]:
+def _verdicts(command: Run, request: RunGrid, records: Sequence[Record]) -> tuple[Path, ...]:
     """The directory of what is compiled for an H100 beside a run of ``quick``; () if nothing is."""
     from .. import compile_run
     from ..compile_request import verdict_request
-    from ..store import RECORDS, parse_records
+    from ..store import RECORDS
 
-    found = verdict_request(request, parse_records(request.out / RECORDS)[0])
+    found = verdict_request(request, records)
     if found is None:
         return ()
     if not (found.out / RECORDS).exists():  # a resumed run may have them

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attnsuite import reports
-from attnsuite.reports import figures, growth, peers, plot
+from attnsuite.reports import figures, plot
 from attnsuite.reports.cells import group
 
 pytestmark = pytest.mark.report
@@ -41,7 +41,7 @@ def cells(record):
 
 def test_ratio_to_a_peer_is_paired_and_a_peer_is_nobodys_fastest_backend(cells, write_run):
     records = cells(standard=1.0, chunked=0.4, torch=0.2)
-    (made,) = peers.against(group(records))
+    (made,) = figures.against_peers(group(records))
     assert [(row["backend"], round(row["torch"].value, 6)) for row in made.rows] == [
         ("standard", 5.0),
         ("chunked", 2.0),
@@ -77,7 +77,7 @@ def test_growth_of_memory_is_the_exponent_of_the_length(cells):
         records = cells(sequence=length, standard=1.0, chunked=0.4)
         return [dataclasses.replace(r, memory={"compiled_temp": sizes[r.requested]}) for r in records]
 
-    made = growth.growth(group([record for length in (512, 1024, 2048, 4096) for record in at(length)]))
+    made = figures.growth(group([record for length in (512, 1024, 2048, 4096) for record in at(length)]))
     assert [(row["backend"], round(row["exponent"], 6)) for row in made.rows] == [("standard", 2.0), ("chunked", 1.0)]
     assert {row["lengths"] for row in made.rows} == {"1024 to 4096"}
     assert made.rows[1]["per_token"] == 64

@@ -8,9 +8,10 @@ import pytest
 
 from attnsuite.backends import Target, registry
 from attnsuite.suite.compile.by_hand import BY_HAND, by_hand
-from attnsuite.suite.compile.programs import AbstractProgram, op_program
+from attnsuite.suite.compile.programs import op_program
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.measure import lint
+from attnsuite.suite.measure.program import Program
 
 CASE = OpCase(kind="op_forward", sequence=128)
 
@@ -45,7 +46,7 @@ def test_what_is_planted_is_over_the_bound(planted):
         bad = ~jnp.isfinite(value).all()
         return jax.lax.cond(bad, lambda: query, lambda: library.function(query, key, value))
 
-    assert not within(operations(AbstractProgram(taxed, library.arguments)), operations(library))
+    assert not within(operations(Program(taxed, library.arguments)), operations(library))
 
 
 @pytest.mark.parametrize("backend", sorted(BY_HAND))

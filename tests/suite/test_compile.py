@@ -17,7 +17,6 @@ from attnsuite.suite.cell import Outcome
 from attnsuite.suite.compile import compilation as compile_cell
 from attnsuite.suite.compile import topologies
 from attnsuite.suite.compile.programs import (
-    AbstractProgram,
     attention_specs,
     model_program,
     op_program,
@@ -29,6 +28,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.attention_call import OpCase, spec_of
 from attnsuite.suite.kinds.attention_call import op_program as measured_program
 from attnsuite.suite.kinds.model_case import ModelCase
+from attnsuite.suite.measure.program import Program
 from attnsuite.suite.store import RECORDS
 from command import code_of
 from landing import swept
@@ -180,7 +180,7 @@ def test_peak_is_held_against_the_memory_of_the_target(monkeypatch, gib, status)
 
 def judge(monkeypatch, target, error=None, memory=None):
     def compiler(program, device, spec=None):
-        assert isinstance(program, AbstractProgram)
+        assert isinstance(program, Program)
         if error is not None:
             raise error
         return Outcome(lower_seconds=0.1, compile_seconds=1.0, memory=memory)

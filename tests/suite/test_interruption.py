@@ -108,7 +108,7 @@ def test_a_run_that_is_interrupted_while_it_compiles_for_an_h100_says_how_it_goe
     )
     monkeypatch.setattr("attnsuite.suite.compile_run.compile_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run._verdicts(Run(cell_timeout=9.0), request)
+        run._verdicts(Run(cell_timeout=9.0), request, ())
     again = f"attnsuite run --cell-timeout 9.0 --resume --out {tmp_path}"
     assert f"go on with: {again}" in " ".join(capsys.readouterr().err.split())
 

@@ -135,6 +135,7 @@ def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
             for number, error in enumerate(errors):
                 status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}
                 store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
+            return store.records
 
     monkeypatch.setattr(compile_run, "compile_all", compile_all)
     assert code_of("compile", "--targets", "v5e", "--out", tmp_path / "run") == code

@@ -66,24 +66,19 @@ jax.tree_util.register_dataclass(Retained)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """A row as a backend. Its plan adds to ``retained`` one entry per layer that selects or reuses.
+    """The row ``name`` as a backend. Its plan adds to ``retained`` one entry per layer that selects or reuses.
 
     ``retained`` is filled while JAX traces: return it from the function that is being traced; None: nothing is noted.
     ``schedule`` is Kascade's. ``others`` has the queries and keys of each layer of the model that selects in the row
     ``other_model``.
     """
 
-    method: str
+    name: str
     settings: Settings
     schedule: Schedule
     retained: list[Retained] | None = dataclasses.field(default_factory=list)
     others: Sequence[tuple[Array, Array]] = ()
     exact: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the row."""
-        return self.method
 
     takes, refuses = staticmethod(KASCADE.takes), staticmethod(KASCADE.refuses)
 
@@ -104,13 +99,13 @@ class Watched:
 
     def _attend(self, spec: AttentionSpec, layout: Layout, target: Target) -> Attend:
         tiling = Tiling.of(spec, self.settings)
-        if self.method in SCORES:
-            return _shared(self.method, spec, layout, tiling, target, self.schedule)
-        if not runs_kascade(self.method):
-            return _chosen(self.method, spec, layout, tiling, target, self.others)
-        schedule = _row_schedule(self.method, self.schedule, spec)
-        settings = dataclasses.replace(row_settings(self.method, self.settings, spec, target)[0], schedule=schedule)
-        return _kascade(self.method, spec, layout, Tiling.of(spec, settings), settings, target)
+        if self.name in SCORES:
+            return _shared(self.name, spec, layout, tiling, target, self.schedule)
+        if not runs_kascade(self.name):
+            return _chosen(self.name, spec, layout, tiling, target, self.others)
+        schedule = _row_schedule(self.name, self.schedule, spec)
+        settings = dataclasses.replace(row_settings(self.name, self.settings, spec, target)[0], schedule=schedule)
+        return _kascade(self.name, spec, layout, Tiling.of(spec, settings), settings, target)
 
 
 def row_settings(

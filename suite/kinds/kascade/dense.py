@@ -28,7 +28,7 @@ from ...errors import InputError, as_input
 from ...measure.tokens import reader_of
 from ...named_model import checkpoint_of
 from ..model_program import model_config, open_model
-from ..model_quality import read_text
+from ..model_quality import read_text, retrieval_model
 from .controls import Retained, Watched
 from .methods import settings_of
 from .schedule_flags import ScheduleFlags
@@ -54,9 +54,7 @@ class Questions:
 
 def case_model(case: SelectionCase) -> Transformer:
     """The model: the case's own for text, the constructed checkpoint for retrieval. Raises InputError."""
-    if case.kind == "kascade_text":
-        return open_model(case)
-    return retrieval.build(context=max(case.sequence, 1024))
+    return open_model(case) if case.kind == "kascade_text" else retrieval_model(case)
 
 
 def checked_config(case: SelectionCase, text: TextFile | None) -> ModelConfig:

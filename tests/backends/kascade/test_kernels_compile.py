@@ -20,7 +20,7 @@ from attnsuite.backends.kascade import Settings, Tiling, TileLayout
 from attnsuite.backends.kascade.backend import kernels_of
 from attnsuite.backends.kascade import block_sizes
 from attnsuite.suite.compile import topologies
-from attnsuite.suite.compile.programs import AbstractProgram
+from attnsuite.suite.measure.program import Program
 from attnsuite.suite.compile.compilation import compile_program, rejected
 
 target = Target.named(sys.argv[1])
@@ -64,9 +64,9 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
     query, key = shape(spec.query_length, 8), shape(length, 2)
     listed = integers(1, 2, tiling.query_tiles, tiling.slots + tiling.local_units)
     program = {
-        "mass": AbstractProgram(mass, (layout, query, key)),
-        "attend": AbstractProgram(attend, (layout, query, key, key, listed)),
-        "gradient": AbstractProgram(gradient, (layout, query, key, key, listed, query)),
+        "mass": Program(mass, (layout, query, key)),
+        "attend": Program(attend, (layout, query, key, key, listed)),
+        "gradient": Program(gradient, (layout, query, key, key, listed, query)),
     }[what]
     try:
         return {"memory": compile_program(program, topologies.device(target)).memory}
