@@ -161,15 +161,14 @@ def catches(process, number):
     return bool(int(line, 16) & 1 << (number - 1))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_signal_during_the_imports_ends_at_once_without_a_traceback(attnsuite, number):
+def test_signal_during_the_imports_ends_at_once_without_a_traceback(attnsuite):
     process = attnsuite.start("doctor")
     deadline = time.monotonic() + 60
-    while not catches(process, signal.SIGTERM):
+    while not catches(process, signal.SIGHUP):
         assert time.monotonic() < deadline
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     code, out, err = attnsuite.finish(process, seconds=60)
-    assert (code, out, err) == (128 + number, "", "")
+    assert (code, out, err) == (128 + signal.SIGHUP, "", "")
 
 
 def test_a_signal_that_is_ignored_stays_ignored(attnsuite):
