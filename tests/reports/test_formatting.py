@@ -2,17 +2,9 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from attnsuite.reports import cases, formatting
+from attnsuite.reports import formatting
 from attnsuite.suite import statistics
 from attnsuite.suite.statistics import Interval
-
-
-def test_case_reads_as_one_line(record):
-    assert cases.title(record()) == "forward, B 1, T 4096, S 4096, heads 8/8, D 64, float32, causal"
-
-
-def test_decode_has_one_query():
-    assert cases.describe("op_decode", {"sequence": 4096}) == "T 1, S 4096"
 
 
 @pytest.mark.parametrize(
