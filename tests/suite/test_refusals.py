@@ -179,6 +179,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "judge": [
         (["--random", "-1"], "--random -1 must be 0 or more"),
+        (["standard", "--require", "fast"], "--require fast is no verdict; they are deterministic, batch_invariant"),
         (["--random", "9" * 12], "must be at most 100000; --first begins at a later one"),
     ],
     "convert": [
