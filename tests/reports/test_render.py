@@ -103,20 +103,6 @@ def test_fallback_goes_under_the_name_of_what_ran(record, write_run):
     assert "| kvax" not in section(written["details.md"], "Speed")
 
 
-def test_reason_is_told_once_with_its_backends_and_cases(record, write_run):
-    cells = [record(case=f"case-{i}", problem={"sequence": 2**i}) for i in range(3)]
-    refused = [
-        record("kvax", resolved="standard", mode="fallback", reasons=(KVAX_REASON,), case=c.case, problem=c.problem)
-        for c in cells
-    ]
-    written = outputs(write_run(*cells, *refused))
-    text = written["details.md"]
-    assert written["report.md"].count("needs a CUDA device") == 1
-    assert text.count("needs a CUDA device") == 2  # in the short list, and with its cases
-    assert "**R1** `kvax` in every case: needs a CUDA device; this target is cpu." in text
-    assert section(text, "Requested and run").count("R1 ") == 3
-
-
 def test_what_a_program_shows_stands_in_one_row(record, write_run):
     read = ProgramText(products={"bf16 x bf16 -> f32": 2, "kernel mine": 1}, score_arrays=3, copies=0)
     cells = [record(program=read, repeats=True), record("chunked", program=ProgramText(products={}), repeats=False)]
