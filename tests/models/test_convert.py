@@ -139,13 +139,6 @@ def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
     assert np.isfinite(model(TOKENS, backend="standard")).all()
 
 
-def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
-    code = "import sys; from attnsuite import models; models.load(sys.argv[1]); print(*sys.modules)"
-    imported = printed(code, checkpoint).split()
-    assert "attnsuite.models" in imported
-    assert "torch" not in imported
-
-
 GROWTH = """
 import sys
 from attnsuite import models

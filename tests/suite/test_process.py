@@ -54,13 +54,18 @@ case = make_case({"kind": "op_forward", "sequence": 64})
 call.made(call.described(work.write_reference, (case, "reference.npz", None, None)))
 statistics.median([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 print(*{"flax", "optax", "scipy.stats", "matplotlib"} & set(sys.modules))
+from attnsuite import models
 from attnsuite.suite import judgement
-print(*{"pytest", "hypothesis"} & set(sys.modules))
+models.load_shipped()
+print(*{"pytest", "hypothesis", "torch"} & set(sys.modules))
 """
 
 
-def test_worker_and_command_import_nothing_that_a_call_of_attention_does_not_need_and_what_judges_no_pytest():
-    """A process per cell: what each imports for nothing is paid as often as there are cells."""
+def test_worker_and_command_import_nothing_that_a_call_of_attention_does_not_need():
+    """A process per cell: what each imports for nothing is paid as often as there are cells.
+
+    What judges needs no pytest, and a checkpoint of safetensors no PyTorch.
+    """
     assert not printed(STARTED).split()
 
 
