@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,8 @@ from attnsuite.suite import diagnosis
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.command_line import main
 from attnsuite.suite.grid import executors, references, run_grid
+from attnsuite.suite.grid.running import Limits, RunContext
+from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.record import Record
 
 # A suite file with two cases that take no time.
@@ -63,6 +66,19 @@ def cell_of(case: Any, row: str = "standard", target: str = "cpu", **changes: An
     return Cell(
         **{"case": case, "row": row, "target": target, "resolved": row, "mode": "native", "exact": True} | changes
     )
+
+
+def record_of(case: Any, row: str = "standard", **fields: Any) -> Record:
+    """A record of a row that ran as itself in the case, with nothing else in it but these fields."""
+    known: dict[str, Any] = {"key": f"{case.name}/{row}/cpu/native", "case": case.name, "kind": case.kind}
+    known |= {"problem": problem_of(case), "requested": row, "resolved": row}
+    return dataclasses.replace(EMPTY, **known | fields)
+
+
+def context_of(**changes: Any) -> RunContext:
+    """What the cells of a run share, on a machine of which nothing is known."""
+    known: dict[str, Any] = {"suite": "s", "limits": Limits(60.0, 2**33), "environment": {}, "text": None}
+    return RunContext(**known | {"watcher": mock.Mock()} | changes)
 
 
 def installed(folder: Path, entries: str, **modules: str) -> Path:

@@ -1,7 +1,7 @@
-"""Layers of every type in one model, through every backend that takes them; what a backend cannot, it refuses.
+"""Layers of every type in one model, through every backend that takes them.
 
 The types themselves are held against plain NumPy in ``test_forward.py``, through ``standard``; here the other backends
-are held against ``standard``.
+are held against ``standard``. Which types a backend refuses is in the table that ``tests/suite/test_support.py`` holds.
 """
 
 import os
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, resolve
+from attnsuite.backends import BackendFallbackWarning, resolve
 from attnsuite.backends.kvax import availability
 from attnsuite.models import ModelConfig, Transformer
 from landing import swept
@@ -99,21 +99,6 @@ def test_it_decodes_from_a_cache_to_the_same_logits(backend):
         logits, cache = model.decode(tokens[:, step], cache, **call)
         got.append(logits)
     assert distance(jnp.stack(got, axis=1), expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("backend", "kind"), [(name, x) for name, (types, _) in TAKES.items() for x in ALL if x not in types]
-)
-def test_a_type_that_a_backend_cannot_is_refused_by_name(backend, kind):
-    """The reasons themselves are those of the backends' own tables."""
-    call = {
-        "backend": backend,
-        "on_unavailable": "raise",
-        **TAKES[backend][1],
-        "needs_grad": backend not in FORWARD_ONLY,
-    }
-    with pytest.raises(BackendUnavailableError, match=f"is not supported by {backend}"):
-        model_of((kind,), dtype="bfloat16" if backend in HALF else "float32")(tokens_for(), **call)
 
 
 def test_layers_of_a_refused_type_fall_back_and_the_others_do_not():

@@ -38,8 +38,7 @@ def checkpoint(tmp_path):
     return tmp_path / "in"
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["one-file", "chunked"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "chunked"), [(name, name in ("untied", "qwen2", "layernorm")) for name in CONFIGS])
 def test_what_is_converted_is_the_same_model(name, chunked, tmp_path):
     model = Transformer(CONFIGS[name])
     save(model, tmp_path / "in")
@@ -138,13 +137,6 @@ def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
     assert layer["up_proj"].std() == pytest.approx(0.02, rel=0.05)
     assert len({tuple(row) for row in layer["up_proj"].tolist()}) == len(layer["up_proj"])
     assert np.isfinite(model(TOKENS, backend="standard")).all()
-
-
-def test_pytorch_is_not_even_imported_for_safetensors(checkpoint):
-    code = "import sys; from attnsuite import models; models.load(sys.argv[1]); print(*sys.modules)"
-    imported = printed(code, checkpoint).split()
-    assert "attnsuite.models" in imported
-    assert "torch" not in imported
 
 
 GROWTH = """

@@ -81,11 +81,6 @@ def test_fallback_stands_in_only_where_its_backend_has_no_cell_of_its_own(record
     assert row(fallback)["use"] == "standard (for kvax)"
 
 
-def test_temporary_memory_is_told_relative_to_standard(record):
-    found = row(record(), record("chunked", samples=tuple(MIDDLE), memory={"compiled_temp": 2**28}))
-    assert found["temp_ratio"] == 0.25
-
-
 def test_answer_comes_first_and_refusals_last_and_folded(record, write_run):
     reasons = ("cudnn: cuDNN runs on NVIDIA GPUs, not here; buy one.", "chunked: <details> is taken.")
     refused = record("cudnn", resolved=None, mode=None, status="unsupported", samples=(), reasons=reasons)

@@ -1,7 +1,5 @@
 """The table of a checkpoint: a row per backend from several cases, INVALID and WITHHELD where figures mean nothing."""
 
-import dataclasses
-
 import pytest
 
 from attnsuite.reports.cells import group
@@ -77,7 +75,3 @@ def test_kascades_row_is_withheld_where_its_control_does_not_fail(rows, lost):
     assert row["reading"].startswith("WITHHELD")
     assert row["perplexity"] is None
     assert row["ttft"] > 0
-
-
-def test_another_suite_has_no_such_table(record):
-    assert model_table(group([record("standard"), dataclasses.replace(record("chunked"), suite="quick")])) is None

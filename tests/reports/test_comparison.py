@@ -91,11 +91,6 @@ def test_command_line_compares_two_runs(record, write_run, capsys):
     assert "B slower" in capsys.readouterr().out
 
 
-def test_command_line_refuses_a_directory_without_records(record, write_run, capsys, tmp_path):
-    assert code_of("compare", str(write_run(record())), tmp_path / "nowhere") == 2
-    assert "holds no records.jsonl" in capsys.readouterr().err
-
-
 def test_cell_whose_name_means_another_problem_is_not_compared(record, write_run):
     """Decode cases of before ``kv_layout`` had today's names, and a cache with the heads before the slots."""
     other = record(problem={**record().problem, "kv_layout": "HND"}, samples=scaled(record(), 9.0))

@@ -165,44 +165,11 @@ def test_sweep_has_a_line_and_a_row_for_each_schedule(record):
     assert "schedule" not in [column.key for column in without.columns]
 
 
-def stack_records(record, seconds, case=STACK, **changes):
-    made = []
-    for (name, devices), time in seconds.items():
-        figures = {"kept_pairs": 0.2 if name == "reuse_layer" else 0.4, "flops": 0.45}
-        extra = {"quality": figures, "exact": name == "dense", "devices": devices,
-                 "samples": tuple(time * (1 + 0.001 * i) for i in range(10)),
-                 "resolved": "chunked" if name == "dense" else name, **changes.get(name, {})}  # fmt: skip
-        key = f"{case.name}/{name}@{devices}/cpu/native"
-        made.append(record(name, **fields(case, key=key, **extra)))
-    return made
-
-
-def test_speed_is_relative_to_the_fastest_dense_on_however_many_devices(record):
-    records = stack_records(record, {("dense", 1): 4.0, ("dense", 2): 2.0, ("kascade", 2): 1.5})
-    table, *_ = kascade.speed(group(records))
-    rows = {(row["method"], row["devices"]): row for row in table.rows}
-    assert rows["kascade", 2]["relative"].value == pytest.approx(0.75)
-    assert rows["dense", 2]["relative"] == "1 (baseline)"
-    assert rows["dense", 1]["relative"].value == pytest.approx(2.0)
-    assert rows["kascade", 2]["ran"] == "sparse"
-
-
-def test_row_that_ran_dense_says_so(record):
-    note = ("kascade: sparse would compute 0.9 here, and when='profitable' runs dense from 0.75 on; chunked ran.",)
-    records = stack_records(
-        record, {("dense", 2): 2.0, ("kascade_profitable", 2): 2.0}, kascade_profitable={"notes": note}
-    )
-    table, *_ = kascade.speed(group(records))
-    assert [row["ran"] for row in table.rows] == ["chunked", "DENSE"]
-
-
 def test_wrong_row_has_no_figures(record):
-    records = stack_records(
-        record,
-        {("dense", 2): 2.0, ("kascade", 2): 0.1},
-        kascade={"status": "wrong", "error": "out is off", "samples": ()},
-    )
-    table, *_ = kascade.speed(group(records))
+    """Times of stacks, and rows that ran dense: on the published page."""
+    dense = record("dense", **fields(STACK, exact=True, samples=(2.0,) * 10))
+    wrong = record("kascade", **fields(STACK, exact=False, status="wrong", error="out is off"))
+    table, *_ = kascade.speed(group([dense, wrong]))
     (row,) = [row for row in table.rows if row["method"] == "kascade"]
     assert (row["ran"], row.get("relative")) == ("out is off", None)
 

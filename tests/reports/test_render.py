@@ -103,20 +103,6 @@ def test_fallback_goes_under_the_name_of_what_ran(record, write_run):
     assert "| kvax" not in section(written["details.md"], "Speed")
 
 
-def test_reason_is_told_once_with_its_backends_and_cases(record, write_run):
-    cells = [record(case=f"case-{i}", problem={"sequence": 2**i}) for i in range(3)]
-    refused = [
-        record("kvax", resolved="standard", mode="fallback", reasons=(KVAX_REASON,), case=c.case, problem=c.problem)
-        for c in cells
-    ]
-    written = outputs(write_run(*cells, *refused))
-    text = written["details.md"]
-    assert written["report.md"].count("needs a CUDA device") == 1
-    assert text.count("needs a CUDA device") == 2  # in the short list, and with its cases
-    assert "**R1** `kvax` in every case: needs a CUDA device; this target is cpu." in text
-    assert section(text, "Requested and run").count("R1 ") == 3
-
-
 def test_what_a_program_shows_stands_in_one_row(record, write_run):
     read = ProgramText(products={"bf16 x bf16 -> f32": 2, "kernel mine": 1}, score_arrays=3, copies=0)
     cells = [record(program=read, repeats=True), record("chunked", program=ProgramText(products={}), repeats=False)]
@@ -206,12 +192,6 @@ def test_each_device_has_its_page(record, write_run):
     assert [page["device"] for page in data["pages"]] == ["2 \u00d7 NVIDIA H200", "Example CPU 9000, 2 cores"]
 
 
-def test_versions_that_change_within_a_run_are_noted(record, write_run):
-    later = record("chunked", environment={**record().environment, "versions": {"jax": "0.12.0"}})
-    text = outputs(write_run(record(), later))["report.md"]
-    assert "Not the same in every cell of this page: versions jax (see Environment)." in text
-
-
 def test_approximate_backend_says_so_and_is_not_judged(record, write_run):
     error = TensorError(max_error=0.03, rms_error=0.01, standard_error=4e-7, allowed=1e-6, passed=False)
     kascade = record("kascade", exact=False, accuracy={"out": error})
@@ -260,22 +240,3 @@ def test_command_of_the_guides_run_names_suite_model_and_text(record, write_run)
         "--text my.txt\n"
     )
     assert command in section(outputs(run)["details.md"], "Reproduce")
-
-
-def test_time_below_what_the_machine_can_do_is_noted(record, write_run):
-    text = outputs(write_run(record(samples=(1e-6,) * 10)))["report.md"]
-    assert "above 100% of the measured matmul peak" in text
-
-
-def test_devices_own_time_is_shown_and_calls_in_flight_that_take_longer_are_named(record, write_run):
-    own = {"device_seconds": (0.1,) * 10, "cached_seconds": (0.08,) * 10}
-    slow, near = record(samples=(0.11,) * 10, **own), record("chunked", samples=(0.104,) * 10, **own)
-    written = outputs(write_run(slow, near))
-    text, details = written["report.md"], written["details.md"]
-    assert "In 1 cell the time of calls in flight differs by more than 5%" in text
-    assert f"{slow.key} (+10%)" in text
-    assert "calls in flight (ms)" in details
-    assert "inputs in the L2 cache (ms)" in details
-    assert details.count("| 100.00 [100.00, 100.00] |") >= 2  # the time is the device's
-    assert "the device computed" in details
-    assert "the device computed" not in outputs(write_run(record(), name="plain"))["details.md"]

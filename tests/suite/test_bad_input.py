@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-TINY = '[[case]]\nkind = "op_forward"\nsequence = 64\nname = "first"\n'
-
 
 def test_suite_file_is_refused(tmp_path, refused):
     path = tmp_path / "suite.toml"

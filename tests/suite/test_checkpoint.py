@@ -188,8 +188,8 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped):
 
 
 @pytest.mark.parametrize("program", [model_program.judged_program, model_program.model_program])
-def test_a_train_step_keeps_the_share_that_its_case_says(shipped, program):
-    case = ModelCase(kind="model_train", model=str(shipped), sequence=64, top_k=0.25, tile_size=8, anchors=2)
+def test_a_train_step_keeps_the_share_that_its_case_says(untrained, program):
+    case = ModelCase(kind="model_train", model=str(untrained), sequence=64, top_k=0.25, tile_size=8, anchors=2)
     model = model_program.open_model(case)
 
     def loss(backend, top_k):

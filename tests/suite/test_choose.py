@@ -1,6 +1,5 @@
 """Policies from records, and a policy held against the records of other problems."""
 
-import dataclasses
 import json
 from importlib import metadata
 
@@ -10,9 +9,9 @@ from attnsuite.backends import Target, load_policy, resolve
 from attnsuite.backends.devices import usable_cores
 from attnsuite.suite.choosing import measured, score, sources_of
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds import make_case, problem_of
+from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.attention_call import OpCase, spec_of
-from command import code_of
+from command import code_of, record_of
 
 HERE = str(Target.here())
 ENVIRONMENT = {
@@ -24,7 +23,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def write_run(tmp_path, example_record):
+def write_run(tmp_path):
     """A factory of run directories: for each case the seconds of each backend, sampled ten times."""
 
     def write(name, cases, **changes):
@@ -34,12 +33,11 @@ def write_run(tmp_path, example_record):
         for case, cells in cases.items():
             for backend, seconds in cells.items():
                 fields = {
-                    "key": f"{case.name}/{backend}/{HERE}/native", "case": case.name, "kind": case.kind, "target": HERE,
-                    "problem": problem_of(case), "requested": backend, "resolved": backend, "environment": ENVIRONMENT,
+                    "key": f"{case.name}/{backend}/{HERE}/native", "target": HERE, "environment": ENVIRONMENT,
                     "samples": tuple(seconds * (1 + 0.001 * i) for i in range(10)),
                     "memory": {"compiled_argument": 1, "compiled_output": 2, "compiled_temp": 4},
                 }  # fmt: skip
-                lines.append(dataclasses.replace(example_record, **(fields | changes)).to_json() + "\n")
+                lines.append(record_of(case, backend, **fields | changes).to_json() + "\n")
         (folder / "records.jsonl").write_text("".join(lines))
         return folder
 

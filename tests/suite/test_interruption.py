@@ -43,9 +43,9 @@ def keys(out):
 
 @pytest.fixture(scope="module")
 def killed(tiny, tmp_path_factory, attnsuite):
-    """A run of four cells that is killed behind its first record: its command, directory and living workers."""
+    """A run of two cells that is killed behind its first record: its command, directory and living workers."""
     out = known_machine(tmp_path_factory.mktemp("killed") / "run")
-    command = ("run", "--suite", tiny, "--backends", "standard,chunked", "--sample-seconds", "0.1", "--out", out)
+    command = ("run", "--suite", tiny, "--backends", "standard", "--sample-seconds", "0.1", "--out", out)
     process = attnsuite.start(*command)
     wait_for_records(process, out, 1)
     workers = psutil.Process(process.pid).children(recursive=True)
@@ -60,20 +60,19 @@ def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(killed, at
     assert alive == []
     before = (out / RECORDS).read_bytes()
     before = before[: before.rindex(b"\n") + 1]  # the system may have written half of what was written at once
-    assert 1 <= before.count(b"\n") < 4
+    assert before.count(b"\n") == 1
 
     assert "--resume" in refused(*command)
     assert "other --sample-seconds" in refused("run", "--resume", "--out", out, "--sample-seconds", "0.2")
-    missing = 4 - len(keys(out))
     page = reports.render(out).read_text(encoding="utf-8")
-    assert f"This run was not finished: {missing} of its 4 cells have no record." in page
+    assert "This run was not finished: 1 of its 2 cells have no record." in page
     assert "--sample-seconds 0.1" in page
 
     code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", out))
     assert code == 0, err
     assert (out / RECORDS).read_bytes().startswith(before)
     found = keys(out)
-    assert len(found) == len(set(found)) == 4
+    assert len(found) == len(set(found)) == 2
     assert "not finished" not in reports.render(out).read_text(encoding="utf-8")
 
     assert code_of("run", "--resume", "--out", out) == 0
@@ -161,15 +160,14 @@ def catches(process, number):
     return bool(int(line, 16) & 1 << (number - 1))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_signal_during_the_imports_ends_at_once_without_a_traceback(attnsuite, number):
+def test_signal_during_the_imports_ends_at_once_without_a_traceback(attnsuite):
     process = attnsuite.start("doctor")
     deadline = time.monotonic() + 60
-    while not catches(process, signal.SIGTERM):
+    while not catches(process, signal.SIGHUP):
         assert time.monotonic() < deadline
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     code, out, err = attnsuite.finish(process, seconds=60)
-    assert (code, out, err) == (128 + number, "", "")
+    assert (code, out, err) == (128 + signal.SIGHUP, "", "")
 
 
 def test_a_signal_that_is_ignored_stays_ignored(attnsuite):

@@ -30,7 +30,6 @@ from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase
 from attnsuite.suite.store import MANIFEST, RECORDS, parse_records
 from attnsuite.testing import random_specs
 from command import code_of
-from script import printed
 
 LIMITS = Limits(120.0, 2**33)
 KERNELS = """
@@ -272,11 +271,6 @@ def test_interpret_is_for_kernels_that_have_an_interpreter():
     assert {cell.row: cell.mode for cell in cells} == {"standard": "native", "splash": "interpret"}
 
 
-def test_required_verdict_that_is_none_is_a_sentence(kernels):
-    with pytest.raises(InputError, match="--require fast is no verdict; they are deterministic, batch_invariant"):
-        judgement.checked_verdicts("fast")
-
-
 def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, tmp_path, capsys):
     words = ["--cases", "heads-equal*", "--random", "0", "--out", str(tmp_path / "out")]
     assert code_of("judge", f"{kernels}:aborts_in_float32", *words) == 1
@@ -379,9 +373,3 @@ def test_run_of_a_function_is_not_resumed_since_its_file_may_have_changed(tmp_pa
     (tmp_path / MANIFEST).write_text(json.dumps(kept))
     with pytest.raises(InputError, match=r"timed code of yours \(my.py:fn\), which may have changed since"):
         resumed_request(None, None, None, None, tmp_path, LIMITS)
-
-
-def test_what_judges_needs_no_pytest():
-    asked = "print({'pytest', 'hypothesis'} & set(sys.modules))"
-    code = f"import sys; from attnsuite.suite import judgement; {asked}"
-    assert printed(code) == "set()\n"

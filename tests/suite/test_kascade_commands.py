@@ -110,7 +110,6 @@ def not_a_number(prompt):
         [
             ("absent", [], "absent in"),
             ("layers_of", ["--schedule", "greedy-loss"], "needs a model that can be run"),
-            ("layers_of", ["--anchors", "9"], "must be one number from 1 to 4"),
             ("nothing", [], "mine.py:nothing raised TypeError: 'NoneType' object is not iterable"),
             ("not_a_number", [], "layer 0 gave numbers that are not finite"),
         ],

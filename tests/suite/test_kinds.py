@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import csv
 import importlib
 import json
@@ -103,34 +104,39 @@ def package(tmp_path_factory):
     return command.installed(tmp_path_factory.mktemp("package"), ENTRIES, product_kind=PRODUCT)
 
 
-@pytest.fixture
-def suite_of(tmp_path):
-    """Writes a suite file with one case."""
-
-    def write(kind, size):
-        path = tmp_path / "sizes.toml"
-        path.write_text(SUITE.format(kind, size))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def installed(package, monkeypatch):
+@contextlib.contextmanager
+def importable(package):
     """The package in this process, where what was looked up before is forgotten."""
-    monkeypatch.syspath_prepend(str(package))
     forget = (kinds.kind_of, kinds._entry_points)
-    for function in forget:
-        function.cache_clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(package))
+        for function in forget:
+            function.cache_clear()
+        yield patch
     for function in forget:
         function.cache_clear()
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_kind_of_another_package_is_measured_recorded_and_reported(installed, suite_of, new_run):
-    assert code_of("run", "--suite", suite_of("product", 64), "--out", new_run) == 0
-    records, _, warning = parse_records(new_run / RECORDS)
+@pytest.fixture
+def installed(package):
+    with importable(package):
+        yield
+
+
+@pytest.fixture(scope="module")
+def ran(package, tmp_path_factory):
+    """The directory of a run of the package's kind, whose workers were this process."""
+    folder = tmp_path_factory.mktemp("ran")
+    (folder / "sizes.toml").write_text(SUITE.format("product", 64))
+    out = command.known_machine(folder / "run")
+    with importable(package) as patch:
+        command.bring_workers_here(patch, tmp_path_factory.mktemp("worker"))
+        assert code_of("run", "--suite", folder / "sizes.toml", "--out", out) == 0
+    return out
+
+
+def test_kind_of_another_package_is_measured_recorded_and_reported(installed, ran):
+    records, _, warning = parse_records(ran / RECORDS)
     found = {record.requested: record for record in records}
     assert warning is None
     assert found["matmul"].status == "ok"
@@ -138,30 +144,29 @@ def test_kind_of_another_package_is_measured_recorded_and_reported(installed, su
     assert found["matmul"].flops == 2 * 64**3
     assert (found["doubled"].status, found["doubled"].samples) == ("wrong", ())
     assert (found["absent"].status, found["absent"].reasons) == ("unsupported", ("absent: this row runs nowhere.",))
-    page = (new_run / "details.md").read_text()
+    page = (ran / "details.md").read_text()
     assert "### Matrix product" in page
     assert "`absent` in the only case: this row runs nowhere." in page
     assert "product is off by 1" in page
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_new_figure_of_a_kind_is_on_the_page_in_the_csv_file_and_in_the_json(installed, suite_of, new_run):
-    assert code_of("run", "--suite", suite_of("product", 64), "--out", new_run) == 0
-    (further,) = re.findall(r"## Further figures\n\n(.*?)\n## ", (new_run / "details.md").read_text(), re.DOTALL)
+def test_new_figure_of_a_kind_is_on_the_page_in_the_csv_file_and_in_the_json(ran):
+    (further,) = re.findall(r"## Further figures\n\n(.*?)\n## ", (ran / "details.md").read_text(), re.DOTALL)
     assert re.findall(r"^\|.*\|$", further, re.MULTILINE)[::2] == [
         "| case | backend | mode | sums of products | cells read |",
         "| size 64 | matmul | native | 4096 | 8192 |",  # wrong results show no figure
     ]
-    assert "sums of products" in (new_run / "report.html").read_text()
-    rows = {row["requested"]: row for row in csv.DictReader((new_run / "records.csv").read_text().splitlines())}
+    assert "sums of products" in (ran / "report.html").read_text()
+    rows = {row["requested"]: row for row in csv.DictReader((ran / "records.csv").read_text().splitlines())}
     assert (rows["matmul"]["figure_sums"], rows["doubled"]["figure_sums"]) == ("4096", "")
-    sections = json.loads((new_run / "report.json").read_text())["pages"][0]["sections"]
+    sections = json.loads((ran / "report.json").read_text())["pages"][0]["sections"]
     (found,) = [table for section in sections if section["key"] == "figures" for table in section["tables"]]
     assert found["rows"][0] == {"case": "size 64", "backend": "matmul", "mode": "native"} | FIGURES
 
 
-def test_case_of_another_package_checks_itself(installed, suite_of, tmp_path, capsys):
-    assert code_of("run", "--suite", suite_of("product", -1), "--out", tmp_path / "run") == 2
+def test_case_of_another_package_checks_itself(installed, tmp_path, capsys):
+    (tmp_path / "sizes.toml").write_text(SUITE.format("product", -1))
+    assert code_of("run", "--suite", tmp_path / "sizes.toml", "--out", tmp_path / "run") == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "size = -1 must be an integer from 1" in err

@@ -17,7 +17,7 @@ from attnsuite.suite.cell import Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.executors import is_measured, one_after_another, refused
 from attnsuite.suite.grid.references import References
-from attnsuite.suite.grid.running import Limits, RunContext, Running
+from attnsuite.suite.grid.running import Limits, Running
 from attnsuite.suite.kinds import curve_training, loss_curve_case
 from attnsuite.suite.kinds.loss_curve_case import (
     LossCurve,
@@ -31,7 +31,7 @@ from attnsuite.suite.kinds.loss_curve_case import (
 from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.suites import find_suite
-from command import EMPTY, code_of
+from command import code_of, context_of, record_of
 
 CONFIG = ModelConfig.from_preset(
     "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
@@ -42,8 +42,7 @@ CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, leng
 def context():
     """What the cells share."""
     environment = {"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}}
-    limits = Limits(600.0, 2**40)
-    return RunContext(suite="curves", limits=limits, environment=environment, text=None, watcher=mock.Mock())
+    return context_of(suite="curves", limits=Limits(600.0, 2**40), environment=environment)
 
 
 def trained(case, *rows):
@@ -69,17 +68,7 @@ def curves():
 
 def curve(case, role, name, losses, mode="native"):
     """A record of a curve that was made up."""
-    return dataclasses.replace(
-        EMPTY,
-        key=f"{case.name}/{name}/cpu/{mode}",
-        case=case.name,
-        kind=case.kind,
-        problem=dataclasses.asdict(case),
-        requested=name,
-        resolved=name,
-        mode=mode,
-        facts=LossCurve(role=role, losses=losses),
-    )
+    return record_of(case, name, mode=mode, facts=LossCurve(role=role, losses=losses))
 
 
 def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_not(curves):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from attnsuite import reports
@@ -15,7 +13,7 @@ from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.merge import merge
 from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, TextIdentity
 from attnsuite.suite.suites import Shard, find_suite, parse_shard
-from command import code_of
+from command import code_of, record_of
 
 CASES = tuple(OpCase(kind="op_forward", sequence=length, heads=2, kv_heads=2) for length in (16, 32, 64, 128, 256))
 ROWS = ("standard", "chunked")
@@ -29,25 +27,14 @@ def manifest(cases, shard=None, **changes):
     return Manifest(cases=tuple(map(problem_of, cases)), **(fields | changes))
 
 
-@pytest.fixture
-def record(example_record):
-    def of(case, row, **environment):
-        return dataclasses.replace(
-            example_record,
-            key=f"{case.name}/{row}/cpu/native",
-            case=case.name,
-            problem=problem_of(case),
-            requested=row,
-            resolved=row,
-            samples=(1e-3, 1.1e-3, 0.9e-3 if row == "standard" else 0.5e-3),
-            environment=MACHINE | {"session": case.name, "versions": {"jax": "1"}} | environment,
-        )
-
-    return of
+def record(case, row, **environment):
+    samples = (1e-3, 1.1e-3, 0.9e-3 if row == "standard" else 0.5e-3)
+    shared = MACHINE | {"session": case.name, "versions": {"jax": "1"}}
+    return record_of(case, row, samples=samples, environment=shared | environment)
 
 
 @pytest.fixture
-def written(tmp_path, record):
+def written(tmp_path):
     def write(name, cases, shard=None, records=None, machine=None, **changes):
         with RunStore(tmp_path / name, resume=False) as store:
             store.settle(manifest(cases, shard, **changes))

@@ -18,7 +18,7 @@ from attnsuite.suite.measure import tensor_errors
 from attnsuite.suite.measure.program import named_outputs
 from attnsuite.suite.peers import PEERS, mkl
 from attnsuite.suite.reportable import shows_speed
-from command import WorkerHere, cell_of
+from command import WorkerHere, cell_of, context_of
 
 # What is compared here is compared on every machine; PyTorch and tokamax where they are installed (extra "peers").
 CASES = [
@@ -108,10 +108,7 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
                 return {"outcome": {"status": status, "error": "dq is off", "calls": 1}, "named": True}
             return {"seconds": 0.5, "spent": 0.5}
 
-    case = CASES[0]
-    context = running.RunContext(
-        suite="cpu-speed", limits=running.Limits(60.0, 2**30), environment={}, text=None, watcher=mock.Mock()
-    )
+    case, context = CASES[0], context_of(suite="cpu-speed")
     each = running.Running(cell_of(case, row), Outside())
     ended = running.prepare(each, None, context)
     judging = mock.Mock(recheck=mock.Mock(side_effect=AssertionError))  # torch has the same inputs in every call

@@ -96,30 +96,31 @@ def test_the_options_reach_the_backend(tmp_path, capsys):
     assert abs(figures[0.125]["nll_mean"] - dense["nll_mean"]) > 1e-4
 
 
-def test_a_calibration_brings_its_settings_and_a_schedule(calibrated, tmp_path, capsys):
-    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated]
-    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--anchors", "2")
+def test_a_sparse_figure_has_the_settings_of_its_calibration_and_stands_beside_the_dense_one(
+    calibrated, tmp_path, capsys
+):
+    """Beside it: the paired difference of the two."""
+    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated, "--anchors", "2"]
+    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--against", "standard", sequences=6)
+    dense = perplexity(capsys, tmp_path / "b", "--model", "text", "--backend", "standard", sequences=6)[2]
+    figures, series = record.quality, record.series
     assert code == 0
     assert f"calibration: {calibrated}" in said
     assert "schedule: dp; layers that select: 0, " in said
     assert f"{kept_by_hand(0.25, 16, LENGTH - 1):.4f}" in said
     assert any("top_k=0.25" in note for note in record.notes)
-    said = perplexity(capsys, tmp_path / "b", *words, "--options", "top_k=0.5", "--schedule", "greedy")[1]
-    assert "measured here with top_k=0.5 (calibrated with 0.25)" in said
-    assert "schedule: greedy" in said
-
-
-def test_a_sparse_figure_stands_beside_the_dense_one_with_their_paired_difference(calibrated, tmp_path, capsys):
-    words = ["--model", "text", "--backend", "kascade", "--calibration", calibrated]
-    code, said, record = perplexity(capsys, tmp_path / "a", *words, "--against", "standard", sequences=6)
-    dense = perplexity(capsys, tmp_path / "b", "--model", "text", "--backend", "standard", sequences=6)[2]
-    figures, series = record.quality, record.series
-    assert code == 0
     assert series["against_nll"] == dense.series["nll"]
     assert figures["nats_lost"] == pytest.approx(np.mean(np.subtract(series["nll"], dense.series["nll"])))
     assert 0 < figures["nats_lost_low"] < figures["nats_lost"] < figures["nats_lost_high"]
     assert f"compared with standard on the same tokens: perplexity {dense.quality['perplexity']:.4f}; " in said
     assert 0 < figures["kept_pairs"] < 1
+
+
+def test_options_beside_a_calibration_are_measured_with_its_schedule(calibrated, tmp_path, capsys):
+    words = ["--calibration", calibrated, "--options", "top_k=0.5", "--schedule", "greedy"]
+    said = perplexity(capsys, tmp_path, "--model", "text", "--backend", "kascade", *words)[1]
+    assert "measured here with top_k=0.5 (calibrated with 0.25)" in said
+    assert "schedule: greedy" in said
 
 
 @pytest.mark.thorough

@@ -24,9 +24,9 @@ from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid import call, executors, work
 from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
-from attnsuite.suite.grid.running import Limits, RunContext, Running, prepare
+from attnsuite.suite.grid.running import Running, prepare
 from attnsuite.suite.kinds.attention_call import OpCase
-from command import WorkerHere, cell_of
+from command import WorkerHere, cell_of, context_of
 from script import printed
 
 
@@ -54,11 +54,18 @@ case = make_case({"kind": "op_forward", "sequence": 64})
 call.made(call.described(work.write_reference, (case, "reference.npz", None, None)))
 statistics.median([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 print(*{"flax", "optax", "scipy.stats", "matplotlib"} & set(sys.modules))
+from attnsuite import models
+from attnsuite.suite import judgement
+models.load_shipped()
+print(*{"pytest", "hypothesis", "torch"} & set(sys.modules))
 """
 
 
 def test_worker_and_command_import_nothing_that_a_call_of_attention_does_not_need():
-    """A process per cell: what each imports for nothing is paid as often as there are cells."""
+    """A process per cell: what each imports for nothing is paid as often as there are cells.
+
+    What judges needs no pytest, and a checkpoint of safetensors no PyTorch.
+    """
     assert not printed(STARTED).split()
 
 
@@ -113,10 +120,7 @@ def test_sample_that_holds_a_stop_is_taken_again():
             return {"seconds": taken, "spent": taken}
 
     running = Running(cell_of(OpCase(kind="op_forward", sequence=8)), Stopped(), outcome=Outcome(calls=1))
-    watcher: Any = SimpleNamespace(doing=lambda *_: None)
-    case = OpCase(kind="op_forward", sequence=16)
-    context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
-    assert list(_sample(case, [running], context))
+    assert list(_sample(OpCase(kind="op_forward", sequence=16), [running], context_of()))
     assert running.samples == [1e-3] * 10
 
 
@@ -129,9 +133,7 @@ def test_an_answer_of_another_form_ends_its_cell_and_not_the_run(answer):
             return answer
 
     case = OpCase(kind="op_forward", sequence=8)
-    cell = cell_of(case, "mine")
-    watcher: Any = SimpleNamespace(doing=lambda *_: None)
-    context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
+    cell, context = cell_of(case, "mine"), context_of()
     (sampled,) = _sample(case, [Running(cell, Replaced(), outcome=Outcome(calls=1))], context)
     for record in (sampled, prepare(Running(cell, Replaced()), None, context)):
         assert record.status == "crashed"
@@ -158,10 +160,8 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
         cell_of(case, row, mode=mode)
         for row, mode in (("standard", "native"), ("splash", "interpret"), ("pallas_flash", "interpret"))
     ]
-    watcher: Any = SimpleNamespace(doing=lambda *_: None)
     references: Any = SimpleNamespace(path=lambda *_, **__: None)
-    context = RunContext(suite="s", limits=Limits(60, 2**33), environment={}, text=None, watcher=watcher)
-    records = list(executors.in_turns(cells, references, context))
+    records = list(executors.in_turns(cells, references, context_of()))
     assert asked == ["interpret", "interpret", "native"]
     assert [(record.status, record.error, len(record.samples)) for record in records] == [
         ("ok", None, 0),

@@ -128,6 +128,9 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         ([*TRAIN, "--backend", "splash"], "interpret"),
         ([*TRAIN, "--lora-rank", "0"], "--lora-rank=0 must be an integer of at least 1"),
         ([*TRAIN, "--lora-rank", "2", "--lora-targets", "q"], "--lora-targets=('q',) must name one or more of q_proj"),
+        ([*TRAIN, "--mesh", "rows=2"], "--mesh 'rows=2' must be AXIS=DEVICES separated by commas, each of data, fsdp"),
+        ([*TRAIN, "--mesh", "data=2,data=2"], "must be AXIS=DEVICES"),
+        ([*TRAIN, "--mesh", "data=0"], "must be AXIS=DEVICES"),
         (["--use-lora"], "--use-lora is a flag of the guides; here it is --lora-rank N"),
         (["--model", "debug", "--save-every", "0", "--resume"], "--resume needs --out"),
     ],
@@ -176,6 +179,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "judge": [
         (["--random", "-1"], "--random -1 must be 0 or more"),
+        (["standard", "--require", "fast"], "--require fast is no verdict; they are deterministic, batch_invariant"),
         (["--random", "9" * 12], "must be at most 100000; --first begins at a later one"),
     ],
     "convert": [
@@ -194,6 +198,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["."], "no records.jsonl"),
         (["run", "other", "./run"], "run other run names a run twice; give each once"),
     ],
+    "compare": [(["run", "nowhere"], "holds no records.jsonl")],
     "compare-runs": [([], "compare")],
     "walk": [([], "walk")],
     **{verb: [(["--out", "out"], f"{verb} is no longer a verb; use {FORMER[verb]}.")] for verb in FORMER},

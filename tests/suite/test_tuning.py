@@ -22,7 +22,7 @@ from attnsuite.suite.kinds import checked, problem_of
 from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase, spec_of
 from attnsuite.suite.kinds.tuning_case import Trial, Trials
 from attnsuite.suite.store import RECORDS, parse_records
-from command import EMPTY, WorkerHere, code_of
+from command import WorkerHere, code_of, record_of
 
 CASE = OpCase(kind="op_forward", sequence=192, heads=2, kv_heads=2)
 CHUNKED = registry.get("chunked")
@@ -142,17 +142,8 @@ def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_
 def made_up(*samples):
     """A record of candidates with these samples, the defaults first."""
     tried = tuple(Trial(options={"n": i}, samples=tuple(s)) for i, s in enumerate(samples))
-    return dataclasses.replace(
-        EMPTY,
-        key=f"{CASE.name}/chunked/cpu:a CPU/native",
-        case=CASE.name,
-        kind="tuning",
-        problem=problem_of(CASE) | {"kind": "tuning", "op": CASE.kind},
-        requested="chunked",
-        resolved="chunked",
-        target="cpu:a CPU",
-        facts=Trials(tried=tried),
-    )
+    tuned_case = {"kind": "tuning", "problem": problem_of(CASE) | {"kind": "tuning", "op": CASE.kind}}
+    return record_of(CASE, "chunked", target="cpu:a CPU", facts=Trials(tried=tried), **tuned_case)
 
 
 def test_winner_must_be_measurably_faster_than_the_defaults():
