@@ -23,7 +23,7 @@ OPTIONS = {
 RNG = np.random.default_rng(0)
 QUERY = jnp.asarray(RNG.standard_normal((1, 256, 4, 16)), jnp.float32)
 KEY, VALUE = (jnp.asarray(RNG.standard_normal((1, 256, 2, 16)), jnp.float32) for _ in range(2))
-WORDS = r"names no layer.*plan\.run\(query, key, value, layer=i, carry=carry\)"
+WORDS = r"names no layer.*layer=i, carry=carry\).*stack = backends\.LayerStack\(num_layers\)"
 
 
 SPEC = make_spec(QUERY, KEY, VALUE, is_causal=True, needs_grad=False)
