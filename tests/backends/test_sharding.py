@@ -163,12 +163,18 @@ def test_axes_that_make_no_sense_are_refused(given, words):
 
 
 @pytest.mark.wrong_types
-@pytest.mark.parametrize("given", [("chunked", MeshAxes(heads="cores")), (registry.get("chunked"), "cores")])
-def test_names_in_the_place_of_a_backend_or_axes_are_refused(given):
-    with pytest.raises(
-        ValueError, match=r"is not accepted; .* such as Sharded\(backends\.get\('chunked'\), mesh, Mesh"
-    ):
-        Sharded(given[0], _mesh("cores"), given[1])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"backend": "chunked"}, r"such as Sharded\(backends\.get\('chunked'\), mesh, Mesh"),
+        ({"axes": "cores"}, r"such as Sharded\(backends\.get\('chunked'\), mesh, Mesh"),
+        ({"mesh": "cores"}, r"give a jax\.sharding\.Mesh"),
+    ],
+)
+def test_names_in_the_place_of_what_they_name_are_refused(given, words):
+    right = {"backend": registry.get("chunked"), "mesh": _mesh("cores"), "axes": MeshAxes(heads="cores")}
+    with pytest.raises(ValueError, match=f"is not accepted; .*{words}"):
+        Sharded(**right | given)
 
 
 def test_sharded_backend_is_a_backend_with_the_reasons_of_its_share():
