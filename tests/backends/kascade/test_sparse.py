@@ -253,8 +253,7 @@ def test_fewer_keys_than_a_tile_are_its_local_region():
 
 def test_op_level_call_is_an_anchor():
     x = sparse()
-    options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
-    call = {"is_causal": True, "backend": "kascade", "backend_options": options, "on_unavailable": "raise"}
+    call = {"is_causal": True, "backend": "kascade", "backend_options": x.options, "on_unavailable": "raise"}
     out = attention(*x.inputs, needs_grad=False, **call)
     np.testing.assert_allclose(out, x.expected(x.selection()), atol=1e-5)
 
@@ -383,7 +382,7 @@ roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor
 for name in ("packed", "decode"):
     problem, outs = PROBLEMS[name](), []
     for backend in (KASCADE, Sharded(KASCADE, mesh, MeshAxes(heads="cores"))):
-        options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16, "schedule": Schedule(roles)}
+        options = problem.options | {"schedule": Schedule(roles)}
         def layers(layout, q, k, v):
             plan = backend.plan(problem.spec, layout, target=Target("cpu"), options=options)
             carry, found = (), []
