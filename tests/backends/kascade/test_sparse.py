@@ -191,22 +191,6 @@ def test_decoding_a_token_selects_and_attends_as_prefill_with_one_query_per_tile
             assert here[here >= 0].tolist() == there[there >= 0].tolist()
 
 
-@pytest.mark.parametrize("name", ["tiles", "packed", "behind a cache", "decode"])
-def test_a_sequence_does_not_depend_on_the_others_of_its_batch(name):
-    problem = PROBLEMS[name]()
-    out, selection = problem.layer()
-    swapped = dataclasses.replace(
-        problem,
-        layout=jax.tree.map(lambda x: x[::-1], problem.layout),
-        query=problem.query[::-1],
-        key=problem.key[::-1].at[1].set(problem.key[0]),
-        value=problem.value[::-1],
-    )
-    again, reselected = swapped.layer()
-    np.testing.assert_array_equal(again[1], out[0])
-    np.testing.assert_array_equal(reselected.selected[1], selection.selected[0])
-
-
 @pytest.mark.thorough
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(st.data())
