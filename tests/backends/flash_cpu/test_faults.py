@@ -133,24 +133,27 @@ self_test.main()
     assert f"in {dtype} is not what the oracle says" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda _: b"", lambda _: b"foreign"]
-)
-def test_damaged_cache_file_counts_as_absent(monkeypatch, tmp_path, damage):
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    """The file of the key ``key`` in a cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     object_cache.write("key", b"content of an object file")
     assert object_cache.read("key") == b"content of an object file"
-    path = object_cache.directory() / "key.o"
-    path.write_bytes(damage(path.read_bytes()))
+    return object_cache.directory() / "key.o"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda _: b"", lambda _: b"foreign"]
+)
+def test_damaged_cache_file_counts_as_absent(cached, damage):
+    cached.write_bytes(damage(cached.read_bytes()))
     assert object_cache.read("key") is None
     object_cache.write("key", b"content of an object file")
     assert object_cache.read("key") == b"content of an object file"
 
 
-def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    object_cache.write("one", b"content")
-    (object_cache.directory() / "one.o").rename(object_cache.directory() / "two.o")
+def test_cache_file_of_another_key_counts_as_absent(cached):
+    cached.rename(cached.with_name("two.o"))
     assert object_cache.read("two") is None
 
 
@@ -167,16 +170,13 @@ def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_code_that_others_may_write_is_not_run(monkeypatch, tmp_path, which, shared):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    object_cache.write("key", b"content")
-    assert object_cache.read("key") == b"content"
-    shared(object_cache.directory() if which == "directory" else object_cache.directory() / "key.o")
+def test_code_that_others_may_write_is_not_run(cached, which, shared):
+    shared(cached.parent if which == "directory" else cached)
     assert object_cache.read("key") is None
     if which == "directory":
         with pytest.warns(RuntimeWarning, match="Run chmod 700 on it if it is yours, or set XDG_CACHE_HOME"):
             object_cache.write("other", b"content")
-        assert not (object_cache.directory() / "other.o").exists()
+        assert not cached.with_name("other.o").exists()
 
 
 def test_cache_is_for_the_user_alone_whatever_the_umask(monkeypatch, tmp_path):
