@@ -198,7 +198,7 @@ _PROBLEMS = {
 }
 # Of a sweep over problems, those before a change lands.
 FIRST = (
-    *("heads alone, soft cap, value dim of its own", "packed keys", "behind a cache", "decode"),
+    *("heads alone, soft cap, value dim of its own", "packed keys", "behind a cache", "decode", "decode keys"),
     *("segments-and-lengths", "8 heads to a group"),
 )
 # Units and query tiles that no block of the native kernels divides; one KV head, whose key blocks threads share; and a

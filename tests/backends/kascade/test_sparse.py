@@ -170,27 +170,6 @@ def test_no_remap_ignores_the_head_map():
     assert np.abs(outs[0] - outs[2]).max() > 0.1
 
 
-@pytest.mark.parametrize("granularity", ["tile", "token"])
-def test_decoding_a_token_selects_and_attends_as_prefill_with_one_query_per_tile(granularity):
-    chosen = settings(query_tile=1, granularity=granularity)
-    prefill = sparse(chosen, T=40)
-    out, selection = prefill.layer()
-    for at in (0, 15, 16, 39):
-        one = sparse(chosen, T=1, S=64, layout=cached(1, at + 1, at + 1))
-        pad = ((0, 0), (0, 24), (0, 0), (0, 0))
-        step = dataclasses.replace(
-            one,
-            query=prefill.query[:, at : at + 1],
-            key=jnp.pad(prefill.key, pad, constant_values=7.0),
-            value=jnp.pad(prefill.value, pad, constant_values=7.0),
-        )
-        again, reselected = step.layer()
-        np.testing.assert_allclose(again[:, 0], out[:, at], atol=1e-5)
-        for b, h in np.ndindex(2, 2):
-            here, there = (np.asarray(x)[b, h] for x in (selection.selected[:, :, at], reselected.selected[:, :, 0]))
-            assert here[here >= 0].tolist() == there[there >= 0].tolist()
-
-
 @pytest.mark.thorough
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(st.data())
