@@ -23,12 +23,8 @@ CHUNKED = registry.get("chunked")
 class TestChunked(Conformance):
     backend = "chunked"
     cases = left_out.CASES
-    cases_for_traced_layouts = tuple(
-        case
-        for case in Conformance.cases_for_traced_layouts
-        if not case.startswith(("segments", "ragged"))  # as padding and decode-4 are
-    )
-    cases_for_vmap = ("combination", "decode-1")
+    cases_for_traced_layouts = left_out.TRACED
+    cases_for_vmap = left_out.MAPPED
     # A gradient in half precision, wrong where the output is rounded before the sink takes its share.
     random_problems = (*Conformance.random_problems, 311)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import left_out
 from attnsuite.testing import Conformance, problems, random_specs
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
@@ -27,6 +28,8 @@ ONE_OF_EACH = ("window-asymmetric", "window-bfloat16", "chunk-causal", "segments
 
 class TestFlashCpu(Conformance):
     backend = "flash_cpu"
+    cases_for_traced_layouts = left_out.TRACED
+    cases_for_vmap = left_out.MAPPED
     # Gradients in half precision, wrong where the output's rounding error is left in rowsum(dO * O).
     random_problems = (*Conformance.random_problems, 36, 496)
 
