@@ -12,6 +12,7 @@ import pytest
 
 from attnsuite import backends
 from attnsuite.backends import attention, dot_product_attention
+from drawn import draw
 from landing import swept
 
 # JAX's own attention promotes dtypes and ranks.
@@ -20,10 +21,6 @@ pytestmark = [pytest.mark.standard, pytest.mark.foreign_numerics]
 BACKENDS = ("standard", "chunked", "auto")
 # What chunked computes is held by its conformance suite.
 MOST = swept(BACKENDS, ("standard", "auto"))
-
-
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
 
 
 def qkv(T: int = 24, S: int = 24, N: int = 4, K: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:

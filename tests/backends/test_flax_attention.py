@@ -16,6 +16,7 @@ from jax import lax
 
 from attnsuite import backends
 from attnsuite.backends import attention_fn, flax_attention
+from drawn import draw
 from landing import swept
 
 # Flax promotes dtypes and ranks.
@@ -23,10 +24,6 @@ pytestmark = pytest.mark.foreign_numerics
 
 BACKENDS = ("standard", "auto")
 Layer = Callable[..., jax.Array]  # of the call's arguments; the same parameters for every attention_fn
-
-
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.device_put(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
 
 
 def in_one_program(compute: Callable[..., Any], *operands: Any) -> Any:
