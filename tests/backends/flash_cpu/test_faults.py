@@ -85,10 +85,6 @@ def test_another_major_version_of_the_ffi_is_refused_with_a_sentence(monkeypatch
     assert answer.reasons[0].endswith(".")
 
 
-def test_version_of_the_ffi_here_is_the_one_that_the_kernels_know():
-    targets.check_api(targets.api_version())
-
-
 def test_processor_without_a_known_instruction_set_is_refused(monkeypatch, asked_anew):
     old = compiler.Processor("x86_64-unknown-linux-gnu", "core2", (("sse4.1", True),))
     monkeypatch.setattr(compiler.Processor, "here", staticmethod(lambda: old))

@@ -218,11 +218,6 @@ def test_kernel_with_a_fault_shows(fault, what, monkeypatch, tmp_path):
         assert not np.allclose(_wide(out), _wide(problem.expected(selection)), atol=0.01)
 
 
-def test_mass_is_right_without_one():
-    assert _mass_error(sparse(T=101)) < 1e-5
-    assert _mass_error(STEPS["decode"]()) < 1e-5
-
-
 def _mass_error(problem):
     """Largest error of the mass, of the largest one."""
     mass = _kernels(problem).pooled_mass(problem.tile_layout, problem.query, problem.key)
