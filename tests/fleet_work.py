@@ -1,28 +1,17 @@
-"""A fleet without measurements: nodes that make records at once, and die, wait or differ as they are told.
-
-Prints what a cell costs and what the driver holds:
-
-    PYTHONPATH=tests python tests/fleet_work.py --cells 1000 --nodes 2
-"""
+"""A fleet without measurements: nodes that make records at once, and die, wait or differ as they are told."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from attnsuite.suite.cell import Cell
-from attnsuite.suite.grid.execute import execute
-from attnsuite.suite.grid.fleet import FleetRequest
 from attnsuite.suite.grid.grid import Grid
 from attnsuite.suite.grid.node import Doing
 from attnsuite.suite.grid.references import References
@@ -107,10 +96,9 @@ def record_of(cell: Cell, node: str) -> Record:
 class Seen:
     """A watcher that remembers."""
 
-    def __init__(self, when_done=lambda _: None) -> None:
+    def __init__(self) -> None:
         self.warnings: list[str] = []
         self.told: list[str] = []
-        self._when_done = when_done
 
     def begin(self, total: int, finished: int) -> None:
         pass
@@ -125,7 +113,7 @@ class Seen:
         self.warnings.append(sentence)
 
     def done(self, record: Record) -> None:
-        self._when_done(record)
+        pass
 
 
 def request(out: Path, names: Sequence[str], *, resume: bool = False) -> RunGrid:
@@ -151,33 +139,3 @@ def cluster(nodes: int = 0, store: int | None = None, **settings: object) -> Ite
         yield made
     finally:
         made.shutdown()
-
-
-def main() -> None:
-    """Run the cells, and print seconds per cell and the driver's memory at a quarter of the cells and at the end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=1000)
-    parser.add_argument("--nodes", type=int, default=2)
-    asked = parser.parse_args()
-    held: list[int] = []
-    at: list[float] = []
-
-    def done(_: Record) -> None:
-        at.append(time.perf_counter())
-        held.append(psutil.Process().memory_info().rss)
-
-    names = [f"case{number:05d}" for number in range(asked.cells // len(ROWS))]
-    with cluster(asked.nodes) as made, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        execute(request(out, names), Seen(done), FleetRequest(address=made.address, work=Work))
-    cells, quarter = len(at), len(at) // 4
-    held_at = f"{held[quarter] / 2**20:.1f} MiB after {quarter} cells and {held[-1] / 2**20:.1f} MiB after {cells}"
-    cost = 1e3 * (at[-1] - at[0]) / cells
-    told = (
-        f"{cells} cells of {len(names)} cases on {asked.nodes} nodes: {cost:.1f} ms per cell; the driver held {held_at}"
-    )
-    print(told)  # noqa: T201 (this is a command)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

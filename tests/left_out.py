@@ -1,9 +1,10 @@
 """Problems of the conformance suite that a slow backend leaves out, and the problem that makes the same claim.
 
 They differ in sizes or ids alone, of which random problems have more; ``standard`` and ``flash_cpu`` have them all.
+And the problems by which a backend of this machine shows that it may be mapped, and that a layout may be traced.
 """
 
-from attnsuite.testing import problems
+from attnsuite.testing import Conformance, problems
 
 HELD_BY = {
     "gqa-1": "causal",
@@ -35,3 +36,6 @@ HELD_BY = {
     "causal-float16": "combination-float16",
 }
 CASES = tuple(case for case in problems.CASES if case not in HELD_BY)
+MAPPED = ("combination", "decode-1")
+# Segments are traced in padding, and lengths in decode-4.
+TRACED = tuple(x for x in Conformance.cases_for_traced_layouts if not x.startswith(("segments", "ragged")))

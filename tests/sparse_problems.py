@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,12 @@ class Sparse:
         return TileLayout.of(self.spec, self.layout, self.tiling)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The settings as options of a plan."""
+        names = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
+        return {name: getattr(self.settings, name) for name in names}
+
+    @property
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self.query, self.key, self.value
 
@@ -61,9 +68,8 @@ class Sparse:
 
     def layer(self, number: int = 0, carry=(), inputs=None, **options):
         """A layer of Kascade, output and carry, under ``options`` beside the problem's own settings."""
-        names = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
-        given = {name: getattr(self.settings, name) for name in names} | options
-        return _layer(self.spec, tuple(given.items()), number, self.layout, inputs or self.inputs, carry)
+        given = tuple((self.options | options).items())
+        return _layer(self.spec, given, number, self.layout, inputs or self.inputs, carry)
 
 
 # Compiled once for all tests that compute the same: an eager call would compile its loops anew each time.
@@ -192,8 +198,19 @@ _PROBLEMS = {
 }
 # Of a sweep over problems, those before a change lands.
 FIRST = (
-    *("heads alone, soft cap, value dim of its own", "packed keys", "behind a cache", "decode"),
+    *("heads alone, soft cap, value dim of its own", "packed keys", "behind a cache", "decode", "decode keys"),
     *("segments-and-lengths", "8 heads to a group"),
 )
+# Units and query tiles that no block of the native kernels divides; one KV head, whose key blocks threads share; and a
+# group that fills several parts.
+_UNEVEN = {
+    "tiles of 40 keys": lambda: sparse(settings(tile_size=40, query_tile=20), T=170),
+    "tiles of 200 keys": lambda: sparse(settings(tile_size=200, query_tile=50), T=450, batch=1, num_kv_heads=1),
+    "8 heads to a group": lambda: sparse(settings(tile_size=32, query_tile=32), T=100, num_heads=16, head_dim=20),
+    "float16": lambda: sparse(dtype="float16"),
+}
 # Each is made once in a process: what is cached of it serves every test.
 PROBLEMS = {name: functools.cache(made) for name, made in _PROBLEMS.items()}
+# Those of the native kernels, which select by tile.
+NATIVE = {name: made for name, made in PROBLEMS.items() if made().settings.granularity == "tile"}
+NATIVE |= {name: functools.cache(made) for name, made in _UNEVEN.items()}

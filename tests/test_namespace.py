@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from attnsuite.suite.verbs import VERBS
-from script import run
+from script import python, run
 
 ROOMS = ("backends", "models", "suite", "reports")
 
@@ -29,23 +26,7 @@ def hostile(tmp_path_factory):
 
 def started(folder, *words):
     """A Python process in ``folder``, with the folder itself first on its path."""
-    path = os.pathsep.join([".", *filter(None, [os.environ.get("PYTHONPATH"), *source()])])
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def source():
-    """Where attnsuite is imported from in this process: a checkout's src, or the installed wheel."""
-    import attnsuite  # noqa: PLC0415
-
-    return [str(Path(attnsuite.__path__[0]).parent)]
+    return python(*words, folder=folder, first=Path())
 
 
 EVERY_VERB = f"""

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import Target, adaptive, adaptive_flash_attention, get_flash_attention_config, names
+from drawn import draw
 
 
 def qkv(T: int = 24, S: int = 24) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rng = np.random.default_rng(0)
-    shapes = ((2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16))
-    return tuple(jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+    return draw(2, T, 4, 16), draw(2, S, 2, 16, seed=1), draw(2, S, 2, 16, seed=2)
 
 
 def test_config_says_whether_kvax_runs_or_why_not() -> None:

@@ -141,12 +141,6 @@ def test_layout_arrays_that_do_not_fit_are_named(arrays: dict[str, tuple[int, ..
 
 
 @pytest.mark.wrong_types
-def test_positions_are_integers() -> None:
-    with pytest.raises(ValueError, match="query_positions has dtype float32; expected an integer dtype"):
-        call(Layout(query_positions=np.zeros((2, 8), np.float32)))
-
-
-@pytest.mark.wrong_types
 def test_mask_is_bool_and_terms_are_floating() -> None:
     ints = np.zeros((1, 1, 8, 12), np.int32)
     with pytest.raises(ValueError, match="mask has dtype int32; expected bool"):

@@ -145,22 +145,29 @@ def test_window_is_passed_with_the_causal_mask_and_without_a_right_side(
     assert calls[0]["local_window_size"] == (8, 0)
 
 
-def test_batch_entry_without_a_valid_key_gives_zero_forward_and_backward(calls: list[dict[str, Any]]) -> None:
+def drawn(kv_heads: int = 4) -> list[jax.Array]:
+    """Query, key and value."""
     rng = np.random.default_rng(0)
-    ragged = spec(num_kv_heads=4, has_seq_lengths=True)
+    shapes = ((2, 64, heads, 64) for heads in (4, kv_heads, kv_heads))
+    return [jnp.asarray(rng.standard_normal(shape).astype(jnp.bfloat16)) for shape in shapes]
+
+
+def results(asked: AttentionSpec, layout: Layout, arrays: list[jax.Array], **terms: Any) -> list[np.ndarray]:
+    """Output, dq, dk and dv."""
+    plan = dataclasses.replace(CUDNN.plan(asked, layout, target=H100), spec=asked)
+    out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v, terms=Terms(**terms))[0], *arrays)
+    return [np.asarray(x, np.float32) for x in (out, *pullback(jnp.ones_like(out)))]
+
+
+def test_batch_entry_without_a_valid_key_gives_zero_forward_and_backward(calls: list[dict[str, Any]]) -> None:
     layout = Layout(key_value_seq_lengths=jnp.array([0, 20], jnp.int32))
-    query, key, value = (jnp.asarray(rng.standard_normal((2, 64, 4, 64)).astype(jnp.bfloat16)) for _ in range(3))
-    query, key, value = (x.at[0].set(jnp.nan) for x in (query, key, value))
-    plan = CUDNN.plan(ragged, layout, target=H100)
-    out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], query, key, value)
-    dq, dk, dv = (np.asarray(x) for x in pullback(jnp.ones_like(out)))
-    assert not np.asarray(out)[0].any()
-    assert not dq[0].any()
-    assert not dk[0].any()
-    assert not dv[0].any()
+    arrays = [x.at[0].set(jnp.nan) for x in drawn()]
+    out, dq, dk, dv = results(spec(num_kv_heads=4, has_seq_lengths=True), layout, arrays)
+    for x in (out, dq, dk, dv):
+        assert not x[0].any()
     assert not dk[1, 20:].any()
     assert not dv[1, 20:].any()
-    assert np.asarray(out)[1].all()
+    assert out[1].all()
     assert np.asarray(calls[0]["key_value_seq_lengths"]).tolist() == [1, 20]
 
 
@@ -196,43 +203,32 @@ def test_mask_and_bias_of_every_form_reach_the_kernel_and_a_mask_its_backward_pa
 
 def test_keys_that_a_mask_hides_from_all_queries_of_a_head_do_not_matter(calls: list[dict[str, Any]]) -> None:
     """On an H200 scores of the largest bfloat16 overflowed past the number that JAX adds for a mask."""
-    rng = np.random.default_rng(0)
-    query, *rest = (jnp.asarray(rng.standard_normal((2, 64, heads, 64)).astype(jnp.bfloat16)) for heads in (4, 2, 2))
-    visible = rng.random((1, 4, 64, 64)) < 0.5
+    query, *rest = drawn(kv_heads=2)
+    visible = np.random.default_rng(1).random((1, 4, 64, 64)) < 0.5
     visible[:, 2:, :, 9] = False  # of the second KV head
-    masked, layout = spec(has_mask=True), Layout(mask=jnp.asarray(visible))
-    plan = dataclasses.replace(CUDNN.plan(masked, layout, target=H100), spec=masked)
-
-    def results(*arrays: jax.Array) -> list[np.ndarray]:
-        out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v)[0], *arrays)
-        return [np.asarray(x) for x in (out, *pullback(jnp.ones_like(out)))]
-
     huge = [x.at[:, 9, 1].set(jnp.finfo(jnp.bfloat16).max) for x in rest]
-    for ours, theirs in zip(results(query, *rest), results(query, *huge), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = (
+        results(spec(has_mask=True), Layout(mask=jnp.asarray(visible)), [query, *others]) for others in (rest, huge)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "mask and causal"])
 def test_row_that_arrays_hide_everything_from_gives_zero(calls: list[dict[str, Any]], hidden_by: str) -> None:
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.standard_normal((2, 64, 4, 64)).astype(jnp.bfloat16)) for _ in range(3))
     hidden = np.zeros((1, 1, 64, 64), bool)
     hidden[:, :, 5] = True
     if hidden_by == "mask and causal":
         hidden[:, :, 5, 6:] = False  # visible by the mask alone
-    asked = spec(
-        num_kv_heads=4,
-        has_mask=hidden_by != "bias",
-        has_bias=hidden_by == "bias",
-        is_causal=hidden_by == "mask and causal",
-    )
-    layout = Layout(mask=jnp.asarray(~hidden)) if asked.has_mask else Layout()
-    terms = Terms(bias=jnp.where(hidden, -jnp.inf, 0.5).astype(jnp.bfloat16)) if asked.has_bias else Terms()
-    plan = dataclasses.replace(CUDNN.plan(asked, layout, target=H100), spec=asked)
-    out, pullback = jax.vjp(lambda q, k, v: plan.run(q, k, v, terms=terms)[0], query, key, value)
-    gradients = [np.asarray(x, np.float32) for x in pullback(jnp.ones_like(out))]
-    assert not np.asarray(out)[:, 5].any()
-    assert np.asarray(out, np.float32)[:, 7].all()
+    if hidden_by == "bias":
+        layout, terms = Layout(), {"bias": jnp.where(hidden, -jnp.inf, 0.5).astype(jnp.bfloat16)}
+    else:
+        layout, terms = Layout(mask=jnp.asarray(~hidden)), {}
+    arrays = {"has_mask": not terms, "has_bias": bool(terms)}
+    asked = spec(num_kv_heads=4, is_causal=hidden_by == "mask and causal", **arrays)
+    out, *gradients = results(asked, layout, drawn(), **terms)
+    assert not out[:, 5].any()
+    assert out[:, 7].all()
     assert not gradients[0][:, 5].any()
     assert all(np.isfinite(x).all() for x in gradients)

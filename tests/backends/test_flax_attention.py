@@ -16,6 +16,7 @@ from jax import lax
 
 from attnsuite import backends
 from attnsuite.backends import attention_fn, flax_attention
+from drawn import draw
 from landing import swept
 
 # Flax promotes dtypes and ranks.
@@ -23,10 +24,6 @@ pytestmark = pytest.mark.foreign_numerics
 
 BACKENDS = ("standard", "auto")
 Layer = Callable[..., jax.Array]  # of the call's arguments; the same parameters for every attention_fn
-
-
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.device_put(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
 
 
 def in_one_program(compute: Callable[..., Any], *operands: Any) -> Any:
@@ -78,27 +75,6 @@ def test_every_keyword_of_flax_is_named(function: Callable[..., Any]) -> None:
     named = inspect.signature(attention_fn()).parameters
     assert list(inspect.signature(function).parameters)[:12] == list(named)[:12]  # by position too
     assert set(inspect.signature(function).parameters) <= set(named)
-
-
-@either
-def test_every_keyword_that_a_layer_passes_is_named(make: Layer) -> None:
-    passed: set[str] = set()
-
-    class Names:
-        def __contains__(self, name: str) -> bool:
-            return True
-
-    class Everything(inspect.Signature):
-        parameters = Names()  # linen passes what it finds here
-
-    def record(query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any) -> jax.Array:
-        passed.update(keywords)
-        return value
-
-    record.__signature__ = Everything()
-    make(attention_fn=record)(draw(2, 12, 32))
-    assert "dropout_rate" in passed
-    assert passed <= set(inspect.signature(attention_fn()).parameters)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,26 +167,28 @@ def test_mask_that_broadcasts_over_every_batch_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "value", "message"),
+    ("arrays", "keywords", "message"),
     [
-        ((2, 3, 4, 2, 8), (3, 2, 4, 2, 8), (3, 2, 4, 2, 8), "batch dims must match"),  # 6 sequences each
-        ((2, 4, 2, 8), (4, 2, 8), (4, 2, 8), "expected the same rank"),
-        ((4, 8), (4, 8), (4, 8), "expected the same rank"),
-        ((4, 2, 8), (5, 2, 8), (6, 2, 8), "key and value lengths must match"),
-        ((4, 2, 8), (4, 2, 6), (4, 2, 8), "query and key depths must match"),
+        ([(2, 3, 4, 2, 8), (3, 2, 4, 2, 8), (3, 2, 4, 2, 8)], {}, "batch dims must match"),  # 6 sequences each
+        ([(2, 4, 2, 8), (4, 2, 8), (4, 2, 8)], {}, "expected the same rank"),
+        ([(4, 8), (4, 8), (4, 8)], {}, "expected the same rank"),
+        ([(4, 2, 8), (5, 2, 8), (6, 2, 8)], {}, "key and value lengths must match"),
+        ([(4, 2, 8), (4, 2, 6), (4, 2, 8)], {}, "query and key depths must match"),
+        (
+            [(4, 2, 8)] * 3,
+            {"mask": jnp.ones((1, 2, 4, 4), bool)},
+            r"mask has shape \(1, 2, 4, 4\); expected at most 3 dimensions",
+        ),
+        ([(1, 4, 2, 8)] * 3, {"input_positions": jnp.arange(4)}, "does not take input_positions"),
+        ([(1, 4, 2, 8)] * 3, {"einsum_dot_general": jnp.arange(4)}, "does not take einsum_dot_general"),
+        ([(1, 4, 2, 8)] * 3, {"temperature": 2.0}, "does not know the keyword temperature"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(
-    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], message: str
+def test_what_does_not_fit_or_means_something_else_is_refused(
+    arrays: list[tuple[int, ...]], keywords: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        attention_fn("standard")(draw(*query), draw(*key), draw(*value))
-
-
-def test_mask_of_too_many_axes_is_refused() -> None:
-    x = draw(4, 2, 8)
-    with pytest.raises(ValueError, match=r"mask has shape \(1, 2, 4, 4\); expected at most 3 dimensions"):
-        attention_fn("standard")(x, x, x, mask=jnp.ones((1, 2, 4, 4), bool))
+        attention_fn("standard")(*(draw(*shape) for shape in arrays), **keywords)
 
 
 @either
@@ -245,23 +223,10 @@ def test_softmax_of_a_linen_layer_is_float32(force: bool) -> None:
     np.testing.assert_allclose(ours.astype(jnp.float32), linen_layer(**options)(x).astype(jnp.float32), atol=6e-2)
 
 
-@pytest.mark.parametrize("name", ["input_positions", "einsum_dot_general"])
-def test_keyword_that_flax_means_otherwise_is_refused(name: str) -> None:
-    x = draw(1, 4, 2, 8)
-    with pytest.raises(ValueError, match=f"does not take {name}"):
-        attention_fn("standard")(x, x, x, **{name: jnp.arange(4)})
-
-
 def test_function_of_a_config_is_pickled() -> None:
     x = draw(1, 4, 2, 8)
     function = attention_fn("standard", local_window_size=1)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(function))(x, x, x), function(x, x, x))  # noqa: S301 (our own)
-
-
-def test_unknown_keyword_is_refused() -> None:
-    x = draw(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="does not know the keyword temperature"):
-        attention_fn("standard")(x, x, x, temperature=2.0)
 
 
 @pytest.mark.parametrize("name", ["is_casual", "mask", "query", "kv_layout"])

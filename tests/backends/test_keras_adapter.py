@@ -14,6 +14,7 @@ import pytest
 from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, LayerStack
 from attnsuite.backends.adapters import keras as adapter
 from attnsuite.backends.kascade import manual
+from drawn import draw
 
 # Keras promotes dtypes and ranks.
 pytestmark = [pytest.mark.llama, pytest.mark.foreign_numerics]
@@ -23,10 +24,6 @@ if os.environ.get("ATTNSUITE_REQUIRE_TRANSFORMERS"):  # set by tox -e llama
     keras = importlib.import_module("keras")
 else:
     keras = pytest.importorskip("keras", reason="Keras is not installed; tox -e llama")
-
-
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
 
 
 QUERY, KEY, VALUE = draw(2, 12, 4, 8), draw(2, 12, 2, 8, seed=1), draw(2, 12, 2, 8, seed=2)

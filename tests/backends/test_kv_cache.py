@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Layout, Target, Terms, make_spec, oracle, plan, registry
+from attnsuite.backends import Layout, Plan, Target, Terms, make_spec, oracle, plan, registry
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.kv_cache import quantize, ragged_layout
 from declared import sized
@@ -137,6 +137,11 @@ def test_cache_that_there_cannot_be_is_refused(changes: dict[str, Any], word: st
         dataclasses.replace(SPEC, **changes)
 
 
+def planned(table: np.ndarray | None, **changes: Any) -> Plan:
+    spec, layout = dataclasses.replace(SPEC, **changes), Layout(page_table=table)
+    return plan(registry.get("standard"), spec, layout, target=Target.here())
+
+
 @pytest.mark.parametrize(
     ("table", "changes", "word"),
     [
@@ -159,12 +164,7 @@ def test_layout_that_does_not_fit_the_cache_is_refused(
     table: np.ndarray | None, changes: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(ValueError, match=word):
-        plan(
-            registry.get("standard"),
-            dataclasses.replace(SPEC, **changes),
-            Layout(page_table=table),
-            target=Target.here(),
-        )
+        planned(table, **changes)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,7 @@ def test_layout_that_does_not_fit_the_cache_is_refused(
     ],
 )
 def test_scales_that_do_not_fit_are_refused(terms: Terms, word: str) -> None:
-    made = plan(
-        registry.get("standard"),
-        dataclasses.replace(SPEC, kv_dtype="int8"),
-        Layout(page_table=TABLE),
-        target=Target.here(),
-    )
-    numbers = KEYS.astype(np.int8)
+    made, numbers = planned(TABLE, kv_dtype="int8"), KEYS.astype(np.int8)
     terms = dataclasses.replace(terms, value_scales=None if not terms.given() else np.ones((1, 1, 1), np.float32))
     with pytest.raises(ValueError, match=word):
         made.run(jnp.asarray(QUERY), numbers, numbers, terms=terms)

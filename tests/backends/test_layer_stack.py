@@ -167,67 +167,70 @@ def test_a_compiled_pass_runs_again_with_other_numbers():
         np.testing.assert_allclose(compiled(x), model(x), atol=1e-5)
 
 
-class TestErrors:
-    def test_a_schedule_without_a_layer(self):
-        layer = nnx.MultiHeadAttention(
-            HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), attention_fn=backends.attention_fn("kascade", **HOW)
+def numbered(transformed):
+    """A pass whose blocks each run inside of a transformation."""
+    stack = backends.LayerStack(4)
+    blocks = [NnxBlock(attend_as(stack[i]), nnx.Rngs(i)) for i in range(4)]
+
+    def model(x):
+        for block in blocks:
+            x = transformed(block)(x)
+        return x
+
+    return stack.run(model, X)
+
+
+def of_stack(model, layers, *, attends=4, number=None):
+    """A pass of a stack of so many layers; ``number``: every block has the number of this layer."""
+    stack = backends.LayerStack(layers)
+    return model(stack, [attend_as(stack if number is None else stack[number])] * attends)(X)
+
+
+ERRORS = {
+    "a layer outside of a pass": (
+        lambda: attend_as(backends.LayerStack(4)[0])(*[X.reshape(1, LENGTH, HEADS, DIM)] * 3),
+        "ran outside of its LayerStack",
+    ),
+    "too few layers": (lambda: of_stack(nnx_list, 4, attends=3), "3 of the 4 layers of the stack ran"),
+    "too many layers": (lambda: of_stack(nnx_list, 4, attends=5), "a layer ran behind layer 3"),
+    **{
+        f"a schedule of another number of layers, {name}": (
+            lambda model=model: of_stack(model, 6),
+            r"LayerStack has 6 layers and the schedule 4|stacked holds \[4\]",
         )
-        with pytest.raises(ValueError, match=r"stack = backends\.LayerStack"):
-            layer(X)
+        for name, model in MODELS.items()
+    },
+    "jit within the pass": (lambda: numbered(jax.jit), "layer 0 runs inside of a transformation"),
+    "checkpoint within the pass": (lambda: numbered(jax.checkpoint), "layer 0 runs inside of a transformation"),
+    "no layers": (lambda: backends.LayerStack(0), "expected the number of layers"),
+    "a block without attention": (
+        lambda: backends.LayerStack(4).step(lambda x: x, X, layer=0),
+        "called no attention",
+    ),
+    "a numbered layer in a scan": (
+        lambda: of_stack(nnx_scan, 4, number=1),
+        "layer 1 ran where layer 0 was expected",
+    ),
+    "a scan over another number of layers": (
+        lambda: backends.LayerStack(3).scan(lambda x, _: x, X, jnp.ones((4, 2))),
+        "stacked holds",
+    ),
+}
 
-    def test_a_layer_outside_of_a_pass(self):
-        with pytest.raises(ValueError, match="ran outside of its LayerStack"):
-            attend_as(backends.LayerStack(4)[0])(*[X.reshape(1, LENGTH, HEADS, DIM)] * 3)
 
-    def test_too_few_layers(self):
-        stack = backends.LayerStack(4)
-        with pytest.raises(ValueError, match="3 of the 4 layers of the stack ran"):
-            nnx_list(stack, [attend_as(stack)] * 3)(X)
+@pytest.mark.parametrize("error", ERRORS)
+def test_what_is_no_pass_over_the_layers_of_the_stack_is_an_error(error):
+    call, sentence = ERRORS[error]
+    with pytest.raises(ValueError, match=sentence):
+        call()
 
-    def test_too_many_layers(self):
-        stack = backends.LayerStack(4)
-        with pytest.raises(ValueError, match="a layer ran behind layer 3"):
-            nnx_list(stack, [attend_as(stack)] * 5)(X)
 
-    @pytest.mark.parametrize("model", MODELS.values())
-    def test_a_schedule_of_another_number_of_layers(self, model):
-        stack = backends.LayerStack(6)
-        with pytest.raises(ValueError, match=r"LayerStack has 6 layers and the schedule 4|stacked holds \[4\]"):
-            model(stack, [attend_as(stack)] * 4)(X)
+def test_a_number_that_the_stack_does_not_have_is_an_error():
+    with pytest.raises(IndexError, match="layer 4 of a LayerStack of 4 layers"):
+        backends.LayerStack(4)[4]
 
-    @pytest.mark.parametrize("transformed", [jax.jit, jax.checkpoint])
-    def test_a_transformation_within_the_pass(self, transformed):
-        stack = backends.LayerStack(4)
-        blocks = [NnxBlock(attend_as(stack[i]), nnx.Rngs(i)) for i in range(4)]
 
-        def model(x):
-            for block in blocks:
-                x = transformed(block)(x)
-            return x
-
-        with pytest.raises(ValueError, match="layer 0 runs inside of a transformation"):
-            stack.run(model, X)
-
-    def test_a_number_that_the_stack_does_not_have(self):
-        with pytest.raises(IndexError, match="layer 4 of a LayerStack of 4 layers"):
-            backends.LayerStack(4)[4]
-        with pytest.raises(ValueError, match="expected the number of layers"):
-            backends.LayerStack(0)
-
-    @pytest.mark.wrong_types
-    def test_a_number_without_a_stack(self):
-        with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack; make stack = .*layer=stack\[i\]"):
-            backends.attention(X, X, X, layer=0)
-
-    def test_a_block_without_attention(self):
-        with pytest.raises(ValueError, match="called no attention"):
-            backends.LayerStack(4).step(lambda x: x, X, layer=0)
-
-    def test_a_numbered_layer_in_a_scan(self):
-        stack = backends.LayerStack(4)
-        with pytest.raises(ValueError, match="layer 1 ran where layer 0 was expected"):
-            nnx_scan(stack, [attend_as(stack[1])] * 4)(X)
-
-    def test_a_scan_over_another_number_of_layers(self):
-        with pytest.raises(ValueError, match="stacked holds"):
-            backends.LayerStack(3).scan(lambda x, _: x, X, jnp.ones((4, 2)))
+@pytest.mark.wrong_types
+def test_a_number_without_a_stack_is_an_error():
+    with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack; make stack = .*layer=stack\[i\]"):
+        backends.attention(X, X, X, layer=0)

@@ -13,6 +13,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target, attention, masks, registry, support
 from attnsuite.backends.blocks import FULL, PARTIAL, SKIP, classify, pad_layout
+from drawn import draw
 
 pytestmark = pytest.mark.standard
 
@@ -94,7 +95,7 @@ def test_a_mask_of_a_readers_own_needs_no_line_elsewhere() -> None:
     mask = masks.Causal() & EveryOtherChunk(16)
     assert str(mask) == "causal & every_other_chunk(16)"
     assert masks.parse(str(mask)) == mask
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 96, 2, 16)).astype(np.float32))
+    x = draw(1, 96, 2, 16)
     seen = jnp.asarray(mask(np.arange(96)[:, None], np.arange(96)[None]))
     want = jax.nn.dot_product_attention(x, x, x, mask=seen[None, None])
     for backend in (
@@ -208,8 +209,7 @@ def test_a_function_of_a_traced_number_is_refused_in_a_sentence() -> None:
 
 
 def test_a_function_of_jax_numpy_is_planned_inside_of_jit() -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((1, 160, 1, 8)).astype(np.float32))
+    x = draw(1, 160, 1, 8)
     far = masks.Where(lambda q, k: jnp.abs(q - k) % 5 < 2)
 
     def run(x: jax.Array, backend: str) -> jax.Array:

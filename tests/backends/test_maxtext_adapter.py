@@ -22,6 +22,7 @@ from attnsuite import backends
 from attnsuite.backends import registry
 from attnsuite.backends.adapters import maxtext as adapter
 from attnsuite.backends.kascade import manual
+from drawn import draw
 
 # MaxText promotes dtypes and ranks.
 pytestmark = [pytest.mark.foreign_numerics, pytest.mark.newest]
@@ -122,10 +123,6 @@ def op(base, **options):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     call = {"attention_kernel": "dot_product", "float32_logits": True, "float32_qk_product": True} | options
     return base(config, mesh, max_target_length=LENGTH, num_query_heads=4, num_kv_heads=2, **call)
-
-
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
 
 
 QUERY, KEY, VALUE = draw(2, LENGTH, 4, 8), draw(2, LENGTH, 2, 8, seed=1), draw(2, LENGTH, 2, 8, seed=2)

@@ -1,13 +1,15 @@
 """What does not depend on the layer is done once per plan, not once per layer: counted over a plan of three layers."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from attnsuite.backends import AttentionSpec, Layout, Target, plan, splash, splash_blocks
+from attnsuite.backends import Layout, Target, plan, splash, splash_blocks
 from attnsuite.backends.kascade import KASCADE, LayerRole, Schedule, backend, pallas_tpu
+from declared import sized
 
 LAYERS = 3
 DENSE_TWICE = Schedule((LayerRole("dense", 0), LayerRole("reuse", 0), LayerRole("dense", 2)))
@@ -45,20 +47,22 @@ def run_layers(attention, spec, **planned):
     return jax.eval_shape(layers, Layout(key_value_seq_lengths=lengths), x, x, x)
 
 
-def spec_of(**changes):
-    sizes = {"query_length": 256, "key_value_length": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
-    return AttentionSpec(batch=2, is_causal=True, has_seq_lengths=True, **sizes, **changes)
+SPEC = sized(256, B=2, H=128, is_causal=True, has_seq_lengths=True)
 
 
 def test_splash_reads_options_sorts_the_mask_and_makes_its_ids_once(counted):
     names = ("read_options", "segment_ids", "one_key_is_seen", "no_sinks")
     counts = counted(splash_blocks, *names)
-    run_layers(splash.SPLASH, spec_of())
+    run_layers(splash.SPLASH, SPEC)
     assert counts == dict.fromkeys(names, 1)
 
 
 def test_kascade_reads_schedule_and_blocks_and_plans_dense_layers_once(counted):
     counted(backend, "_roles", "resolve")
     counts = counted(pallas_tpu.TpuKernels, "cut")
-    run_layers(KASCADE, spec_of(needs_grad=False), options={"schedule": DENSE_TWICE, "top_k": 0.5, "min_keys": 0})
+    run_layers(
+        KASCADE,
+        dataclasses.replace(SPEC, needs_grad=False),
+        options={"schedule": DENSE_TWICE, "top_k": 0.5, "min_keys": 0},
+    )
     assert counts == {"_roles": 1, "resolve": 1, "cut": 1}

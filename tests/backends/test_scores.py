@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends import AttentionSpec, attention
+from drawn import draw
 
 pytestmark = pytest.mark.standard
 
@@ -47,9 +48,7 @@ def test_a_function_of_a_traced_array_is_refused_in_a_sentence() -> None:
 
 def test_a_distance_as_a_score_function_is_alibi() -> None:
     """Tiles of several batch entries, blocks that are no multiple of the length, eight heads on four."""
-    rng = np.random.default_rng(0)
-    shapes = ((3, 150, 8, 16), (3, 190, 4, 16), (3, 190, 4, 16))
-    arrays = [jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
+    arrays = draw(3, 150, 8, 16), draw(3, 190, 4, 16, seed=1), draw(3, 190, 4, 16, seed=2)
     slopes = np.float32(2.0) ** -np.arange(1, 9, dtype=np.float32)
 
     def tilted(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -1,6 +1,7 @@
 """The splash backend through Pallas' interpreter: the contract, and what its kernel leaves to its caller."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 import left_out
-from attnsuite.backends import AttentionSpec, Layout, Target, masks, oracle, support
+from attnsuite.backends import Layout, Target, masks, oracle, support
 from attnsuite.backends.devices import TPUS
 from attnsuite.backends.splash import SPLASH
 from attnsuite.backends.splash_operands import blocks_of
 from attnsuite.testing import Conformance, problems
 from attnsuite.testing.checks import check_accuracy, compiled
+from declared import sized
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
@@ -53,11 +55,7 @@ class TestSplash(Conformance):
     )
 
 
-def spec_of(query_length: int, key_value_length: int, **options) -> AttentionSpec:
-    sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    return AttentionSpec(query_length=query_length, key_value_length=key_value_length, **(sizes | options))
-
-
+spec_of = functools.partial(sized, B=2, N=4, K=2, H=32)
 FUSED = {"fused_backward": True}
 SMALL = {"block_q": 128, "block_kv": 256, "block_kv_compute": 128}
 UNEVEN = {"block_q": 384, "block_kv": 128, "block_q_backward": 256, "block_kv_backward": 384}
@@ -163,12 +161,12 @@ def test_mask_function_that_hides_every_key_gives_zeros():
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (32, "float32")])
 def test_notes_are_silent_where_the_scale_rounds_nothing(head_dim, dtype):
-    spec = spec_of(16, 16, head_dim=head_dim, dtype=dtype, needs_grad=False)
+    spec = spec_of(16, 16, H=head_dim, dtype=dtype, needs_grad=False)
     assert not SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret").notes
 
 
 def test_notes_say_that_the_scale_rounds_the_query():
-    spec = spec_of(16, 16, head_dim=32, dtype="bfloat16", needs_grad=False)
+    spec = spec_of(16, 16, dtype="bfloat16", needs_grad=False)
     plan = SPLASH.plan(spec, Layout(), target=Target.here(), mode="interpret")
     assert "0.1768 is no power of two" in plan.notes[0]
     query, key, value, _ = (

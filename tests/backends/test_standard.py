@@ -2,6 +2,7 @@
 
 import pytest
 
+import left_out
 from attnsuite.testing import Conformance
 from script import printed
 
@@ -10,6 +11,8 @@ pytestmark = pytest.mark.standard
 
 class TestStandard(Conformance):
     backend = "standard"
+    cases_for_traced_layouts = left_out.TRACED
+    cases_for_vmap = left_out.MAPPED
 
 
 def test_gradient_is_finite_where_xla_computes_the_logits_twice():

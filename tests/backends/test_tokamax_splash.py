@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from attnsuite.backends import (
-    AttentionSpec,
     Layout,
     Target,
     make_spec,
@@ -20,15 +19,17 @@ from attnsuite.backends import (
 from attnsuite.backends.splash import SPLASH
 from attnsuite.backends.tokamax_package import INSTALL, VERSION
 from attnsuite.backends.tokamax_splash import TOKAMAX_SPLASH, missing
+from attnsuite.backends.tokamax_triton import TOKAMAX_TRITON
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, compiled
+from declared import sized
 
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # tokamax promotes dtypes and ranks by itself
 needs_tokamax = pytest.mark.skipif(
     bool(missing()) and "ATTNSUITE_REQUIRE_TOKAMAX" not in os.environ, reason="; ".join(missing())
 )
 
-V5E = Target("tpu", "v5e")
+V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
 
 
 @pytest.fixture
@@ -90,22 +91,19 @@ def test_takes_the_problems_that_splash_takes(specs, target, mode):
         assert [reason.replace("tokamax_splash", "splash") for reason in ours] == theirs
 
 
-def spec_of(**changes):
-    sizes = {"query_length": 256, "key_value_length": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
-    return AttentionSpec(batch=1, is_causal=True, **(sizes | changes))
-
-
-def test_missing_package_is_a_reason_where_it_would_run(monkeypatch):
+@pytest.mark.parametrize(("backend", "target"), [(TOKAMAX_SPLASH, V5E), (TOKAMAX_TRITON, H100)])
+def test_missing_package_is_a_reason_where_it_would_run(monkeypatch, backend, target):
     def nowhere(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", nowhere)
-    reason = f"tokamax_splash needs the package tokamax {VERSION}, which is not installed; {INSTALL}."
-    for target, mode in ((V5E, "compile"), (Target.here(), "interpret")):
-        assert support(TOKAMAX_SPLASH, spec_of(), target, mode).reasons == (reason,)
-    assert support(TOKAMAX_SPLASH, spec_of(), V5E, "native")
+    spec = sized(256, K=1, H=128, dtype="bfloat16", is_causal=True)
+    reason = f"{backend.name} needs the package tokamax {VERSION}, which is not installed; {INSTALL}."
+    for place, mode in ((target, "compile"), (Target.here(), "interpret")):
+        assert support(backend, spec, place, mode).reasons == (reason,)
+    assert support(backend, spec, target, "native")
     with pytest.raises(ImportError, match="which is not installed"):
-        plan(TOKAMAX_SPLASH, spec_of(), Layout(), target=V5E)
+        plan(backend, spec, Layout(), target=target)
 
 
 @pytest.mark.parametrize("version", ["0.0.16", "0.0.18", "0.0.17.dev1", "nightly"])

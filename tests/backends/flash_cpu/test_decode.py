@@ -14,6 +14,7 @@ from attnsuite.backends import Layout, Target, Terms, attention, plan, registry
 from attnsuite.backends.kv_cache import quantize
 from attnsuite.backends.layout import key_rows
 from declared import sized
+from drawn import draw
 
 NHD = sized(1, 4096, B=2, N=8, K=4, needs_grad=False, has_seq_lengths=True)
 HND = dataclasses.replace(NHD, kv_layout="HND")
@@ -103,8 +104,7 @@ def test_cache_of_any_kind_gives_what_the_plain_formula_gives(kv_layout, page_si
         table = rng.permutation(pages).reshape(2, -1)
         table[1, -(-77 // page_size) :] = -1
         shape, options["page_table"] = (pages, page_size, kv_heads, 40), jnp.asarray(table, jnp.int32)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    query, key, value = draw(2, tokens, 8, 40), draw(*shape), draw(*shape)
+    query, key, value = draw(2, tokens, 8, 40), draw(*shape, seed=1), draw(*shape, seed=2)
     if kv_dtype:
         key, options["key_scales"] = quantize(key, kv_dtype)
         value, options["value_scales"] = quantize(value, kv_dtype)
@@ -119,10 +119,7 @@ def test_cache_of_any_kind_gives_what_the_plain_formula_gives(kv_layout, page_si
 
 
 def test_mapped_step_over_pages_reads_the_pool_of_its_problem():
-    rng = np.random.default_rng(0)
-    query, *pool = (
-        jnp.asarray(rng.standard_normal((3, *x)), jnp.float32) for x in ((1, 1, 4, 16), *[(5, 8, 2, 16)] * 2)
-    )
+    query, *pool = draw(3, 1, 1, 4, 16), draw(3, 5, 8, 2, 16, seed=1), draw(3, 5, 8, 2, 16, seed=2)
     tables = jnp.asarray([[[0, 4]], [[3, 1]], [[2, 2]]], jnp.int32)
 
     def mapped(backend):
@@ -159,9 +156,7 @@ def test_unknown_layout_is_refused():
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("backend", ["flash_cpu", "chunked"])
 def test_step_with_a_gradient_has_the_kernels_output_and_the_plain_gradient(backend, kv_layout):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
-    query, cache = draw(2, 1, 4, 32), (draw(2, 700, 2, 32), draw(2, 700, 2, 32))
+    query, cache = draw(2, 1, 4, 32), (draw(2, 700, 2, 32, seed=1), draw(2, 700, 2, 32, seed=2))
     cache = cache if kv_layout == "NHD" else tuple(x.swapaxes(1, 2) for x in cache)
     lengths = jnp.asarray([700, 301], jnp.int32)
 

@@ -17,6 +17,7 @@ from attnsuite.testing import layouts
 from attnsuite.testing.caches import Cache
 from attnsuite.testing.cases import case, leaning
 from attnsuite.testing.problems import arrays, solve, spec_of
+from drawn import draw
 from emitted import set_apart
 from landing import swept
 
@@ -77,7 +78,7 @@ def test_step_with_terms_takes_the_decode_kernel_and_passes_the_judge(name, kv_l
 @pytest.mark.usefixtures("decode_alone")
 def test_a_block_that_the_last_head_does_not_see_is_seen_by_the_others(name):
     rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.standard_normal((2, n, 4, 32), np.float32)) for n in (1, 256, 256))
+    query, key, value = draw(2, 1, 4, 32), draw(2, 256, 4, 32, seed=1), draw(2, 256, 4, 32, seed=2)
     seen = np.repeat(rng.random((2, 4, 1, 4)) < 0.5, 64, 3)
     seen[:, :, :, -1], seen[:, -1, :, :-1] = True, False
     array = {"mask": jnp.asarray(seen), "bias": jnp.asarray(np.where(seen, 0, -np.inf), jnp.float32)}[name]
@@ -87,8 +88,7 @@ def test_a_block_that_the_last_head_does_not_see_is_seen_by_the_others(name):
 
 @pytest.mark.parametrize("queries", [1, 40])
 def test_a_row_whose_keys_are_all_at_the_least_number_averages_them(queries):
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.standard_normal((1, n, 2, 32), np.float32)) for n in (queries, 40, 40))
+    query, key, value = draw(1, queries, 2, 32), draw(1, 40, 2, 32, seed=1), draw(1, 40, 2, 32, seed=2)
     bias = jnp.full((1, 1, queries, 40), jnp.finfo(jnp.float32).min)
     out = attention(query, key, value, bias=bias, backend="flash_cpu", needs_grad=False)
     np.testing.assert_allclose(out, jnp.broadcast_to(value.mean(1, keepdims=True), out.shape), atol=1e-6)

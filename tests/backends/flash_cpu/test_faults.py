@@ -27,6 +27,7 @@ from attnsuite.backends.flash_cpu import (
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.visibility import visibility
 from declared import sized
+from drawn import draw
 from emitted import set_apart
 from script import run
 
@@ -34,9 +35,8 @@ ISA = compiler.Processor.here().isa().of("float32")
 SPEC = sized(70, K=1, H=16, is_causal=True)
 
 
-def _inputs(seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.standard_normal((1, 70, n, 16)).astype(np.float32)) for n in (2, 1, 1))
+def _inputs():
+    return draw(1, 70, 2, 16), draw(1, 70, 1, 16, seed=1), draw(1, 70, 1, 16, seed=2)
 
 
 # What every process below computes, and how it shows it.
@@ -85,10 +85,6 @@ def test_another_major_version_of_the_ffi_is_refused_with_a_sentence(monkeypatch
     assert answer.reasons[0].endswith(".")
 
 
-def test_version_of_the_ffi_here_is_the_one_that_the_kernels_know():
-    targets.check_api(targets.api_version())
-
-
 def test_processor_without_a_known_instruction_set_is_refused(monkeypatch, asked_anew):
     old = compiler.Processor("x86_64-unknown-linux-gnu", "core2", (("sse4.1", True),))
     monkeypatch.setattr(compiler.Processor, "here", staticmethod(lambda: old))
@@ -133,24 +129,27 @@ self_test.main()
     assert f"in {dtype} is not what the oracle says" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda _: b"", lambda _: b"foreign"]
-)
-def test_damaged_cache_file_counts_as_absent(monkeypatch, tmp_path, damage):
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    """The file of the key ``key`` in a cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     object_cache.write("key", b"content of an object file")
     assert object_cache.read("key") == b"content of an object file"
-    path = object_cache.directory() / "key.o"
-    path.write_bytes(damage(path.read_bytes()))
+    return object_cache.directory() / "key.o"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda _: b"", lambda _: b"foreign"]
+)
+def test_damaged_cache_file_counts_as_absent(cached, damage):
+    cached.write_bytes(damage(cached.read_bytes()))
     assert object_cache.read("key") is None
     object_cache.write("key", b"content of an object file")
     assert object_cache.read("key") == b"content of an object file"
 
 
-def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    object_cache.write("one", b"content")
-    (object_cache.directory() / "one.o").rename(object_cache.directory() / "two.o")
+def test_cache_file_of_another_key_counts_as_absent(cached):
+    cached.rename(cached.with_name("two.o"))
     assert object_cache.read("two") is None
 
 
@@ -167,16 +166,13 @@ def test_cache_file_of_another_key_counts_as_absent(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_code_that_others_may_write_is_not_run(monkeypatch, tmp_path, which, shared):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    object_cache.write("key", b"content")
-    assert object_cache.read("key") == b"content"
-    shared(object_cache.directory() if which == "directory" else object_cache.directory() / "key.o")
+def test_code_that_others_may_write_is_not_run(cached, which, shared):
+    shared(cached.parent if which == "directory" else cached)
     assert object_cache.read("key") is None
     if which == "directory":
         with pytest.warns(RuntimeWarning, match="Run chmod 700 on it if it is yours, or set XDG_CACHE_HOME"):
             object_cache.write("other", b"content")
-        assert not (object_cache.directory() / "other.o").exists()
+        assert not cached.with_name("other.o").exists()
 
 
 def test_cache_is_for_the_user_alone_whatever_the_umask(monkeypatch, tmp_path):

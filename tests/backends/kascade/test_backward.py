@@ -11,19 +11,9 @@ from attnsuite.backends import LayerStack, Layout, MeshAxes, Target, attention, 
 from attnsuite.backends.kascade import KASCADE, Selection, manual, pallas_tpu
 from attnsuite.testing.checks import check_accuracy
 from landing import swept
-from sparse_problems import FIRST, PROBLEMS, SETTINGS, cotangent, packed, settings, solved, sparse
+from sparse_problems import FIRST, NATIVE, PROBLEMS, SETTINGS, cotangent, packed, solved, sparse
 
-OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
 NAMES = ("dq", "dk", "dv")
-BY_TILE = [name for name, made in PROBLEMS.items() if made().settings.granularity == "tile"]
-# Units and query tiles that no block of the native kernels divides; one KV head, whose key blocks threads share.
-MORE = {
-    "tiles of 40 keys": lambda: sparse(settings(tile_size=40, query_tile=20), T=170),
-    "tiles of 200 keys": lambda: sparse(settings(tile_size=200, query_tile=50), T=450, batch=1, num_kv_heads=1),
-    "8 heads to a group": lambda: sparse(settings(tile_size=32, query_tile=32), T=100, num_heads=16, head_dim=20),
-    "float16": lambda: sparse(dtype="float16"),
-}
-NATIVE = {name: PROBLEMS[name] for name in BY_TILE} | MORE
 both = pytest.mark.parametrize("kernel", ["xla", "flash_cpu"])
 
 
@@ -31,10 +21,8 @@ def reuse(problem, options, mode="native"):
     """Output and gradients of a layer that reuses ``selection``, as a function of it and the operands."""
     spec = dataclasses.replace(problem.spec, needs_grad=True)
     schedule = manual((0,), num_layers=2, kv_heads=spec.num_kv_heads)
-    chosen = {name: getattr(problem.settings, name) for name in (*OPTIONS, "granularity")} | options
-    planned = KASCADE.plan(
-        spec, problem.layout, target=Target("cpu"), mode=mode, options=chosen | {"schedule": schedule}
-    )
+    chosen = problem.options | options | {"schedule": schedule}
+    planned = KASCADE.plan(spec, problem.layout, target=Target("cpu"), mode=mode, options=chosen)
 
     @jax.jit
     def run(selection, d_out, *inputs):
@@ -143,7 +131,7 @@ def test_a_stack_of_roles_has_the_gradient_of_its_parts():
     spec = dataclasses.replace(problem.spec, needs_grad=True)
     schedule = manual((0, 1), num_layers=3, kv_heads=2)
     planned = KASCADE.plan(
-        spec, problem.layout, target=Target("cpu"), options=OPTIONS | {"kernel": "xla", "schedule": schedule}
+        spec, problem.layout, target=Target("cpu"), options=problem.options | {"kernel": "xla", "schedule": schedule}
     )
     d_out = cotangent(problem)
 
@@ -177,7 +165,7 @@ def test_a_stack_of_roles_has_the_gradient_of_its_parts():
 
 def test_a_gradient_through_a_stack_of_layers_and_a_checkpoint():
     problem = sparse(SETTINGS, batch=1)
-    options = OPTIONS | {"kernel": "xla", "schedule": manual((0,), num_layers=2, kv_heads=2)}
+    options = problem.options | {"kernel": "xla", "schedule": manual((0,), num_layers=2, kv_heads=2)}
     stack = LayerStack(2)
 
     def model(x, layer):
@@ -201,7 +189,7 @@ def test_a_gradient_through_a_stack_of_layers_and_a_checkpoint():
 
 def packed_loss(query, ids, problem, kernel):
     call = {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids}
-    options = OPTIONS | {"kernel": kernel}
+    options = problem.options | {"kernel": kernel}
     return attention(query, *problem.inputs[1:], backend="kascade", backend_options=options, **call).sum()
 
 
@@ -211,7 +199,7 @@ def test_a_layout_may_be_an_argument_of_the_compiled_function(schedule, kernel):
     """As in a training step on packed rows: the ids come with each batch."""
     problem = sparse(SETTINGS, layout=packed(4, 40, 2, 40, -1, 16))
     spec, ids = dataclasses.replace(problem.spec, needs_grad=True), problem.layout.query_segment_ids
-    options = OPTIONS if schedule is None else OPTIONS | {"schedule": schedule}
+    options = problem.options if schedule is None else problem.options | {"schedule": schedule}
 
     def loss(query, ids):
         layout = Layout(query_segment_ids=ids, key_value_segment_ids=ids)
@@ -239,7 +227,7 @@ def test_float32_with_x64_enabled(kernel):
 def test_forward_mode_says_what_to_use():
     problem = sparse(SETTINGS)
     spec = dataclasses.replace(problem.spec, needs_grad=True)
-    planned = plan(KASCADE, spec, problem.layout, target=Target("cpu"), options=OPTIONS)
+    planned = plan(KASCADE, spec, problem.layout, target=Target("cpu"), options=problem.options)
     with pytest.raises(TypeError, match="backend='standard'"):
         jax.jvp(lambda q: planned.run(q, *problem.inputs[1:])[0], (problem.query,), (problem.query,))
 

@@ -27,12 +27,11 @@ from attnsuite.backends.kascade import (
 from attnsuite.backends.kascade.selection import with_local
 from sparse_problems import PROBLEMS, SETTINGS, Sparse, sparse
 
-OPTIONS = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
 CPU = Target("cpu")
 
 
 def plan_of(problem: Sparse, **options):
-    return KASCADE.plan(problem.spec, problem.layout, target=CPU, options=OPTIONS | options)
+    return KASCADE.plan(problem.spec, problem.layout, target=CPU, options=problem.options | options)
 
 
 def anchor(problem: Sparse, *inputs):

@@ -19,18 +19,12 @@ from attnsuite.backends.kascade import KASCADE, Schedule, flash_cpu, manual, ref
 from attnsuite.backends.kascade.flash_cpu import FlashCpuKernels
 from emitted import set_apart
 from landing import swept
-from sparse_problems import FIRST, PROBLEMS, cached, settings, sparse
+from sparse_problems import FIRST, NATIVE, cached, settings, sparse
 
 pytestmark = pytest.mark.flash_cpu
 
-BY_TILE = [name for name, made in PROBLEMS.items() if made().settings.granularity == "tile"]
-# Beside those: units and query tiles that no block of the kernels divides, and a group that fills several parts.
-MORE = {
-    "tiles of 40 keys": lambda: sparse(settings(tile_size=40, query_tile=20), T=170),
-    "tiles of 200 keys": lambda: sparse(settings(tile_size=200, query_tile=50), T=450, batch=1),
-    "8 heads to a group": lambda: sparse(settings(tile_size=32, query_tile=32), T=100, num_heads=16, head_dim=20),
+STEPS = {
     "tokens behind a cache": lambda: sparse(settings(query_tile=8), T=5, S=128, layout=cached(5, 128, 77)),
-    "float16": lambda: sparse(dtype="float16"),
     # One new token: units of whole blocks of keys, and not; a length inside a unit; rows of several tiles.
     "decode": lambda: sparse(settings(tile_size=64), T=1, S=300, layout=cached(1, 300, 201)),
     "decode, tiles of 100": lambda: sparse(
@@ -43,7 +37,7 @@ MORE = {
         dtype="bfloat16",
     ),
 }
-ALL = {**{name: PROBLEMS[name] for name in BY_TILE}, **MORE}
+ALL = NATIVE | STEPS
 CLOSE = {"float32": 1e-5, "bfloat16": 0.04, "float16": 5e-3}
 
 
@@ -99,8 +93,8 @@ def test_all_heads_share_one_selection_of_the_summed_mass():
 
 
 def _run(problem, query, key, value):
-    made = plan(KASCADE, problem.spec, problem.layout, target=Target("cpu"), options=_options(problem))
-    return made.run(query, key, value)
+    options = problem.options | {"kernel": "flash_cpu"}
+    return plan(KASCADE, problem.spec, problem.layout, target=Target("cpu"), options=options).run(query, key, value)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -125,7 +119,7 @@ def test_row_that_may_not_see_what_is_not_finite_is_as_with_zeros_there(name):
 
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_mass_of_a_step_leaves_out_what_is_not_finite(name):
-    problem = MORE["decode"]()
+    problem = STEPS["decode"]()
     spoilt = {"query": problem.query, "key": problem.key}
     spoilt[name] = spoilt[name].at[:, 7 if name == "key" else 0, 0, 3].set(jnp.nan)
     mass = _kernels(problem).pooled_mass(problem.tile_layout, **spoilt)
@@ -214,26 +208,14 @@ def _second_head_pooled_as_first(patch):
     ],
 )
 def test_kernel_with_a_fault_shows(fault, what, monkeypatch, tmp_path):
-    problem = MORE["decode"]() if fault is _maxima_of_units_forgotten else sparse(T=101)
+    problem = STEPS["decode"]() if fault is _maxima_of_units_forgotten else sparse(T=101)
     availability.why_not()  # the self-test, before kernels are wrong
     set_apart(monkeypatch, tmp_path, f"kascade: {fault.__name__}")
     fault(monkeypatch)
     assert _mass_error(problem) > 1e-3
     if what == "both":
-        out, selection = KASCADE.plan(
-            problem.spec, problem.layout, target=Target("cpu"), options=_options(problem)
-        ).run(*problem.inputs)
+        out, selection = _run(problem, *problem.inputs)
         assert not np.allclose(_wide(out), _wide(problem.expected(selection)), atol=0.01)
-
-
-def test_mass_is_right_without_one():
-    assert _mass_error(sparse(T=101)) < 1e-5
-    assert _mass_error(MORE["decode"]()) < 1e-5
-
-
-def _options(problem):
-    names = ("top_k", "min_keys", "granularity", "tile_size", "query_tile")
-    return {"kernel": "flash_cpu", **{name: getattr(problem.settings, name) for name in names}}
 
 
 def _mass_error(problem):

@@ -195,16 +195,19 @@ def test_keys_outside_the_listed_tiles_are_not_read(kernels):
     np.testing.assert_array_equal(attend(kernels, given, listed, spoilt), attend(kernels, given, listed))
 
 
+def shaped(kernels, spec):
+    """The kernels of a long problem, the places of its tokens, and the shapes of its query, key and list."""
+    tiling = Tiling.of(spec, Settings())
+    query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
+    listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
+    return kernels(spec, tiling, Settings()), TileLayout.of(spec, Layout(), tiling), query, key, listed
+
+
 @both
 def test_nothing_is_gathered_and_no_scores_are_written(kernels):
     """Over shapes alone, at a length where queries x keys would be 64 times everything else."""
     spec = sized(8192, K=1, is_causal=True, needs_grad=False)
-    tiling = Tiling.of(spec, Settings())
-    tile_layout = TileLayout.of(spec, Layout(), tiling)
-    query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
-    listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
-
-    own = kernels(spec, tiling, Settings())
+    own, tile_layout, query, key, listed = shaped(kernels, spec)
 
     def both_layers(query, key, value, listed):
         return own.pooled_mass(tile_layout, query, key), own.attend(tile_layout, query, key, value, listed)
@@ -212,17 +215,13 @@ def test_nothing_is_gathered_and_no_scores_are_written(kernels):
     largest, primitives = _arrays(jax.make_jaxpr(both_layers)(query, key, key, listed).jaxpr)
     assert largest <= 2 * 8192 * 128
     assert "gather" not in primitives
-    whole = jax.make_jaxpr(lambda q, k: reference.pooled_mass(spec, Layout(), tiling, q, k))(query, key)
+    whole = jax.make_jaxpr(lambda q, k: reference.pooled_mass(spec, Layout(), own.tiling, q, k))(query, key)
     assert _arrays(whole.jaxpr)[0] >= 8192 * 8192
 
 
 @both
 def test_gradient_takes_memory_that_is_linear_in_the_length(kernels):
-    spec = dataclasses.replace(large(num_heads=2, num_kv_heads=1, head_dim=64), needs_grad=True, dtype="float32")
-    tiling = Tiling.of(spec, Settings())
-    tile_layout, own = TileLayout.of(spec, Layout(), tiling), kernels(spec, tiling, Settings())
-    query, key = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (2, 1))
-    listed = jax.ShapeDtypeStruct((1, 1, tiling.query_tiles, tiling.slots + 1), jnp.int32)
+    own, tile_layout, query, key, listed = shaped(kernels, sized(8192, K=1, is_causal=True))
 
     def gradient(query, key, value, listed, d_out):
         operands = tile_layout, query, key, value, listed

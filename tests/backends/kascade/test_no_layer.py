@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 from attnsuite import backends
 from attnsuite.backends import MeshAxes, Sharded, Target, make_spec, plan, registry
 from attnsuite.backends.kascade import manual
+from drawn import draw
 
 pytestmark = pytest.mark.filterwarnings("error")
 OPTIONS = {
@@ -20,10 +20,8 @@ OPTIONS = {
     "tile_size": 16,
     "query_tile": 16,
 }
-RNG = np.random.default_rng(0)
-QUERY = jnp.asarray(RNG.standard_normal((1, 256, 4, 16)), jnp.float32)
-KEY, VALUE = (jnp.asarray(RNG.standard_normal((1, 256, 2, 16)), jnp.float32) for _ in range(2))
-WORDS = r"names no layer.*plan\.run\(query, key, value, layer=i, carry=carry\)"
+QUERY, KEY, VALUE = draw(1, 256, 4, 16), draw(1, 256, 2, 16, seed=1), draw(1, 256, 2, 16, seed=2)
+WORDS = r"names no layer.*layer=i, carry=carry\).*stack = backends\.LayerStack\(num_layers\)"
 
 
 SPEC = make_spec(QUERY, KEY, VALUE, is_causal=True, needs_grad=False)

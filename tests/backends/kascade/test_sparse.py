@@ -170,43 +170,6 @@ def test_no_remap_ignores_the_head_map():
     assert np.abs(outs[0] - outs[2]).max() > 0.1
 
 
-@pytest.mark.parametrize("granularity", ["tile", "token"])
-def test_decoding_a_token_selects_and_attends_as_prefill_with_one_query_per_tile(granularity):
-    chosen = settings(query_tile=1, granularity=granularity)
-    prefill = sparse(chosen, T=40)
-    out, selection = prefill.layer()
-    for at in (0, 15, 16, 39):
-        one = sparse(chosen, T=1, S=64, layout=cached(1, at + 1, at + 1))
-        pad = ((0, 0), (0, 24), (0, 0), (0, 0))
-        step = dataclasses.replace(
-            one,
-            query=prefill.query[:, at : at + 1],
-            key=jnp.pad(prefill.key, pad, constant_values=7.0),
-            value=jnp.pad(prefill.value, pad, constant_values=7.0),
-        )
-        again, reselected = step.layer()
-        np.testing.assert_allclose(again[:, 0], out[:, at], atol=1e-5)
-        for b, h in np.ndindex(2, 2):
-            here, there = (np.asarray(x)[b, h] for x in (selection.selected[:, :, at], reselected.selected[:, :, 0]))
-            assert here[here >= 0].tolist() == there[there >= 0].tolist()
-
-
-@pytest.mark.parametrize("name", ["tiles", "packed", "behind a cache", "decode"])
-def test_a_sequence_does_not_depend_on_the_others_of_its_batch(name):
-    problem = PROBLEMS[name]()
-    out, selection = problem.layer()
-    swapped = dataclasses.replace(
-        problem,
-        layout=jax.tree.map(lambda x: x[::-1], problem.layout),
-        query=problem.query[::-1],
-        key=problem.key[::-1].at[1].set(problem.key[0]),
-        value=problem.value[::-1],
-    )
-    again, reselected = swapped.layer()
-    np.testing.assert_array_equal(again[1], out[0])
-    np.testing.assert_array_equal(reselected.selected[1], selection.selected[0])
-
-
 @pytest.mark.thorough
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(st.data())
@@ -253,8 +216,7 @@ def test_fewer_keys_than_a_tile_are_its_local_region():
 
 def test_op_level_call_is_an_anchor():
     x = sparse()
-    options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16}
-    call = {"is_causal": True, "backend": "kascade", "backend_options": options, "on_unavailable": "raise"}
+    call = {"is_causal": True, "backend": "kascade", "backend_options": x.options, "on_unavailable": "raise"}
     out = attention(*x.inputs, needs_grad=False, **call)
     np.testing.assert_allclose(out, x.expected(x.selection()), atol=1e-5)
 
@@ -383,7 +345,7 @@ roles = (LayerRole("dense", 0), LayerRole("reuse", 0, (1, 0)), LayerRole("anchor
 for name in ("packed", "decode"):
     problem, outs = PROBLEMS[name](), []
     for backend in (KASCADE, Sharded(KASCADE, mesh, MeshAxes(heads="cores"))):
-        options = {"top_k": 0.3, "min_keys": 0, "tile_size": 16, "query_tile": 16, "schedule": Schedule(roles)}
+        options = problem.options | {"schedule": Schedule(roles)}
         def layers(layout, q, k, v):
             plan = backend.plan(problem.spec, layout, target=Target("cpu"), options=options)
             carry, found = (), []
