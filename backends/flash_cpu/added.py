@@ -335,8 +335,7 @@ class Added:
             with e.loop(*keys) as k:
                 apart = self._distance(e, rows_, g + q, positions.at(k, 4))
                 total.set(e.fma(slopes.at(k * self.queries + q, 4).load(type_), apart, total()))
-            place = self.distances(rows_).at(g + q, 4)
-            place.store(place.load(type_) + total())
+            self.distances(rows_).at(g + q, 4).add(total())
 
     def _add_to_bias(
         self, e: Function, s: Value, rows_: Value, g: Value, slot: Value, keys: tuple[Value, Value], slopes: Value
@@ -355,13 +354,11 @@ class Added:
                 target, source = self._row(s, "data:d_bias", "bias", rows_, g + q + i, 4), square.at(i * lanes, 4)
 
                 def whole(target: Value = target, source: Value = source) -> None:
-                    place = target.at(first, 4)
-                    place.store(place.load(type_) + source.load(type_))
+                    target.at(first, 4).add(source.load(type_))
 
                 def one_by_one(target: Value = target, source: Value = source) -> None:
                     with e.loop(0, e.min(dims["S"] - first, lanes)) as j:
-                        place = target.at((first + j) % dims["BS"], 4)
-                        place.store(place.load(f32) + source.at(j, 4).load(f32))
+                        target.at((first + j) % dims["BS"], 4).add(source.at(j, 4).load(f32))
 
                 e.either(self._is_whole(dims, "bias", first), whole, one_by_one)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
@@ -33,7 +32,7 @@ from ..contract import (
     check_options,
     positions,
 )
-from ..derivatives import NO_GRADIENT, first_derivative
+from ..derivatives import NO_GRADIENT, first_derivative, traced_apart
 from ..devices import Target
 from ..features import ALL_FEATURES, DTYPES, KV_LAYOUTS, Mode, Options, Takes
 from ..kv_layout import turned
@@ -140,7 +139,8 @@ class FlashCpu:
                 spec, lambda spec: _decoding(Calls(spec, _isa(checked["isa"], spec)), layout, seen, operands)
             )
         calls = Calls(spec, _isa(checked["isa"], spec), whole=checked["batch_invariant"])
-        differentiable, traced = _differentiable(calls, seen)
+        traced, seen_of = traced_apart(seen)
+        differentiable = _differentiable(calls, seen_of)
 
         def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
             return differentiable(query, key, _values(spec, key, value), _sunk(terms), operands(terms), traced)
@@ -291,14 +291,11 @@ def _float32_gradients(spec: AttentionSpec) -> bool:
     return spec.needs_grad and (spec.has_bias or spec.has_alibi)
 
 
-def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:
-    """The attention with its own gradient, and the value to pass as its last argument.
+def _differentiable(calls: Calls, seen_of: Callable[[list[Array]], Visibility]) -> Callable[..., Any]:
+    """The attention with its own gradient.
 
-    The arguments before it are the sinks and the operands of ``added.py``.
-
-    The numbers of a static mask are constants of the program. Traced ones have to be arguments.
+    Behind query, key and value it takes the sinks, the operands of ``added.py``, and the traced arrays of the mask.
     """
-    static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(seen))
     unrounded = dataclasses.replace(calls, float32_results=True)
 
     def compute(
@@ -308,11 +305,11 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         value: Array,
         sunk: Array | None,
         extra: dict[str, Array],
-        traced: Visibility | None,
+        traced: list[Array],
     ) -> tuple[Seen, Array | None]:
         """Output and a kernel's two numbers; with sinks a float32 output, and which rows see no key."""
         by = calls if sunk is None else unrounded
-        return _with_sinks(sunk, by.forward(query, key, value, traced or seen, extra))
+        return _with_sinks(sunk, by.forward(query, key, value, seen_of(traced), extra))
 
     @jax.custom_vjp
     def attend(*operands: Any) -> Any:
@@ -346,7 +343,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
             d_lse = jnp.zeros_like(top) if d_lse is None else jnp.where(spoilt, 0, d_lse)
             d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-        operands = query, key, value, traced or seen, out, top, total, d_out, d_lse, extra
+        operands = query, key, value, seen_of(traced), out, top, total, d_out, d_lse, extra
         found = first_derivative(functools.partial(calls.backward, learned=learned))(*operands)
         of_extra: dict[str, Array | None] = dict.fromkeys(extra)
         of_extra.update(
@@ -355,7 +352,7 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         return *found[:3], d_sinks, of_extra, None
 
     attend.defvjp(forward, backward, symbolic_zeros=True)
-    return attend, None if static else seen
+    return attend
 
 
 FLASH_CPU = FlashCpu()

@@ -220,11 +220,10 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     top_at, total_at = buffers.value_width, buffers.value_width + 1
     with Function(module, "join_item", [ptr, ptr, i64]) as (e, (s, _, head)):
         dims = state.dims(s)
-        heads, ranges = dims["N"], dims["P"]
-        group = heads // dims["K"]
+        ranges = dims["P"]
         whole = buffers.padded_rows(dims) * buffers.partial
         first = state.pointer(s, "shared").at(head * ranges * whole, 4)
-        with e.loop(0, dims["T"] * group) as r:
+        with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
             row = first.at(r * buffers.partial, 4)
             top = e.variable(e.const(f32, HIDDEN))
             with e.loop(0, ranges) as p:
@@ -240,7 +239,7 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                     with e.when(p > 0):
                         before.set(row.at(d, 4).load(type_))
                     row.at(d, 4).store(x + before())
-            place = rows.query_place(e, r, head // dims["K"], head % dims["K"], group, dims["T"], heads)
+            place = rows.query_place(dims, head, r)
             if buffers.halves_values:
                 with e.loop(0, buffers.value_width, 2 * isa.lanes) as d:
                     rows.halve(e, isa, row.at(d, 4), back=True)
@@ -290,6 +289,5 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                 total.set(total() + share)
             factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total())
             with e.loop(0, units) as u:
-                place = mass.at(u, 4)
-                place.store(place.load(f32) + row.at(u * whole + total_at, 4).load(f32) * factor)
+                mass.at(u, 4).add(row.at(u * whole + total_at, 4).load(f32) * factor)
     return e.function

@@ -28,8 +28,7 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State, added: Added | 
     size, more = elements.SIZE[kernel.dtype], None if added is None else added.emit_rows(module)
     with Function(module, "read", [ptr, ptr, ptr, i64]) as (e, (s, w, partial, head)):
         dims = state.dims(s)
-        heads = dims["N"]
-        group, batch = heads // dims["K"], head // dims["K"]
+        group, batch = dims["N"] // dims["K"], head // dims["K"]
         padded, count = buffers.padded_rows(dims), dims["T"] * group
         row = Rows(buffers, w)
         layout = batch // (dims["B"] // dims["C"]) * dims["T"]
@@ -38,7 +37,7 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State, added: Added | 
         with e.loop(0, padded) as r:
             partial.at(r * buffers.partial + buffers.value_width, 4).store(e.const(f32, HIDDEN))
         with e.loop(0, count) as r:
-            place = rows.query_place(e, r, batch, head % dims["K"], group, dims["T"], heads)
+            place = rows.query_place(dims, head, r)
             e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
             if buffers.halves_keys:
                 with e.loop(0, buffers.width, 2 * isa.lanes) as d:
@@ -266,8 +265,7 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
         n = len(of_values)
         values, step, (*ahead, ahead_step, out, first, last) = arguments[:n], arguments[n], arguments[n + 1 :]
         row, flags = Rows(buffers, w), w.at(buffers.flags)
-        targets = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
-        sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in targets]
+        sums = [[e.variable(e.const(type_, 0.0)) for _ in range(vectors)] for _ in range(count)]
         weights = [row.scores(r + i) for i in range(count)]
         with e.loop(first, last) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
             fetched = decode_slots.place(kernel, ahead, k, ahead_step)
@@ -283,7 +281,7 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
                     sums[i][j].set(weighed)
         for i in range(count):
             for j in range(vectors):
-                targets[i][j].store(targets[i][j].load(type_) + sums[i][j]())
+                out.at(i * buffers.partial + j * isa.lanes, 4).add(sums[i][j]())
     return e.function
 
 

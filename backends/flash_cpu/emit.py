@@ -150,6 +150,10 @@ class Value:
         """Into a pointer."""
         self.e.builder.store(value.raw, self.raw, align=align)
 
+    def add(self, value: Value) -> None:
+        """To what a pointer points at."""
+        self.store(self.load(value.type) + value)
+
 
 class Variable:
     """A value that changes; it ends up in a register."""

@@ -211,13 +211,10 @@ def emit_read(
     size = 4 if kernel.dtype == "float32" else 2
     with Function(module, "read", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
         dims = state.dims(s)
-        heads = dims["N"]
-        group = heads // dims["K"]
-        batch, kv_head = head // dims["K"], head % dims["K"]
         plain = w.at(at["scores"])  # free until the first block
         query = state.pointer(s, "data:query")
         e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
-        with rows.each_query(e, (start, count), batch, kv_head, group, dims["T"], heads) as (i, place):
+        with rows.each_query(e, dims, head, start, count) as (i, place):
             source, target = query.at(place * kernel.head_dim, size), plain.at(i * width, 4)
             whole = e.run(finite, source)
             rows.copy_or_zeros(e, whole, copy, source, target, width)
@@ -226,7 +223,8 @@ def emit_read(
         e.run(turn, plain, w.at(at["query"]))
         e.run(fill, w.at(at["out"]), queries * value_width, e.const(f32, 0.0))
         e.run(fill, w.at(at["top"]), queries, e.const(f32, HIDDEN))
-        e.run(numbers, s, batch, start, count, queries, *(w.at(at[n]) for n in ("first", "last", "query_id", "bounds")))
+        to_numbers = (w.at(at[n]) for n in ("first", "last", "query_id", "bounds"))
+        e.run(numbers, s, head // dims["K"], start, count, queries, *to_numbers)
     return e.function
 
 
@@ -347,16 +345,12 @@ def emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: di
     turn = rows.transpose(module, isa, "transpose_out", value_width, block_rows(isa)) if isa.tiles else None
     size = 4 if kernel.out_dtype == "float32" else 2
     with Function(module, "write", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
-        dims = state.dims(s)
-        heads = dims["N"]
-        group = heads // dims["K"]
-        batch, kv_head = head // dims["K"], head % dims["K"]
         out, tops, totals = (state.pointer(s, f"data:{n}") for n in ("out", "top", "total"))
         one, plain = e.const(f32, 1.0), w.at(at["out"])
         if turn is not None:
             plain = w.at(at["earlier_out"])  # added to the output by now
             e.run(turn, w.at(at["out"]), plain)
-        with rows.each_query(e, (start, count), batch, kv_head, group, dims["T"], heads) as (i, place):
+        with rows.each_query(e, state.dims(s), head, start, count) as (i, place):
             total, top = (w.at(at[n]).at(i, 4).load(f32) for n in ("total", "top"))
             unseen = top <= HIDDEN / 2
             e.run(

@@ -135,7 +135,7 @@ def softmax(
                 of_keys = [weight(k + n, v) for n in range(pack)]
                 of(scores.at(k // pack * queries, 4), v).store(of_keys[0] if pack == 1 else pairs(e, *of_keys))
         for v in vectors:
-            of(total, v).store(of(total, v).load(type_) + sums[v]())
+            of(total, v).add(sums[v]())
             for block_sums in of_block:
                 of(block_sums, v).store(sums[v]())
         e.ret(some)

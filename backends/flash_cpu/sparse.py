@@ -177,6 +177,5 @@ def _emit_pool(module: ir.Module, isa: Isa, at: dict[str, int]) -> ir.Function:
                 below = exp2(e, isa, tops.at(n * queries + r, 4).load(type_) - top.at(r, 4).load(type_))
                 share = sums.at(n * queries + r, 4).load(type_) * below
                 pooled.set(e.fma(share, weight.at(r, 4).load(type_), pooled()))
-            place = mass.at(n, 4)
-            place.store(place.load(f32) + e.add_up(pooled()))
+            mass.at(n, 4).add(e.add_up(pooled()))
     return e.function
