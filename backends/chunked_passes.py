@@ -125,19 +125,10 @@ def _reader(x: Array | Reader, program: Program) -> Reader:
     return lambda tile, start, width: tiles.unpack(lax.dynamic_slice_in_dim(tiled[tile], start, width, 1), program)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Terms:
+def _fitted(terms: Terms, program: Program, rows: int, columns: int) -> tuple[Array | None, Array | None]:
     """Slopes, one per tile, KV head and query head of its group, and the bias, fitted to the blocks of a pass."""
-
-    tilted: Array | None
-    biases: Array | None
-
-    @classmethod
-    def of(cls, terms: Terms, program: Program, rows: int, columns: int) -> _Terms:
-        return cls(
-            None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program),
-            None if terms.bias is None else chunked_arrays.fitted(terms.bias, rows, columns),
-        )
+    slopes = None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program)
+    return slopes, None if terms.bias is None else chunked_arrays.fitted(terms.bias, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +144,7 @@ class _Block:
 def _block(
     program: Program,
     layout: PaddedLayout,
-    terms: _Terms,
+    terms: tuple[Array | None, Array | None],
     scores: Array,
     corner: Corner,
     rows: int,
@@ -168,13 +159,13 @@ def _block(
     at = Place(_entry(program, layout, tile), first_row, first_key, rows, columns)
     logits, slope = _logits(program, layout, scores, tile, at, turned=turned)
     logits = logits.reshape([(heads, spec.group_size, rows, columns)[axis] for axis in order])
-    apart = bias = None
-    if terms.tilted is not None:
+    apart, (slopes, bias) = None, terms
+    if slopes is not None:
         q_pos, k_pos = blocks.positions_of(layout, at)
         apart = jnp.abs(q_pos[:, None] - k_pos[None]).astype(jnp.float32)[None, None].transpose(order)
-        logits = logits - terms.tilted[tile].transpose(order) * apart
-    if terms.biases is not None:
-        bias = chunked_arrays.part(terms.biases, spec, heads, corner, rows, columns)
+        logits = logits - slopes[tile].transpose(order) * apart
+    if bias is not None:
+        bias = chunked_arrays.part(bias, spec, heads, corner, rows, columns)
         logits = logits + bias.astype(jnp.float32).transpose(order)
 
     def seen() -> Array:
@@ -209,7 +200,7 @@ def forward(
     queries = tiles.tile_queries(tiles.pack(_scaled_query(query, program), program), spec, heads, block_q)
     count = spec.batch * spec.num_kv_heads // heads
     rows = queries.shape[0] // count
-    learned = _Terms.of(terms, program, block_q, sizes.block_kv)
+    learned = _fitted(terms, program, block_q, sizes.block_kv)
     sunk = None if terms.sinks is None else tiles.tile_per_head(terms.sinks, program)
 
     def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -347,7 +338,7 @@ def backward(
     keys_transposed = keys.swapaxes(2, 3)
     count = spec.batch * spec.num_kv_heads // heads
     q_blocks, kv_blocks = tiled.queries.shape[0] // count, keys.shape[0] // count
-    learned, apart = _Terms.of(terms, program, block, block), (heads, block, group, block)
+    learned, apart = _fitted(terms, program, block, block), (heads, block, group, block)
 
     def one_column(carry: Any, x: tuple[Array, ...]) -> tuple[Any, tuple[list[Array], Any]]:
         d_queries, d_biases = carry
@@ -394,7 +385,7 @@ def backward(
 
     nothing = (
         jnp.zeros((count * q_blocks, heads, spec.head_dim, group * block), jnp.float32),
-        None if learned.biases is None or "bias" not in requested else jnp.zeros(learned.biases.shape, jnp.float32),
+        None if learned[1] is None or "bias" not in requested else jnp.zeros(learned[1].shape, jnp.float32),
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
     (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)

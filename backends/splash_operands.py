@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .contract import is_whole, may_attend
 from .devices import KIB, TPUS, Target
 from .features import BASIC_FEATURES, Feature, Mode, refusal
-from .layout import Layout
+from .layout import Layout, first_slots
 from .spec import AttentionSpec
 from .vendor_kernel import padded, round_up
 
@@ -143,12 +143,8 @@ def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b pa
 
 
 def rows_that_see(ids: SegmentIds, rows: int, *, causal: bool) -> Bool[Array, "b t"]:
-    """The rows that see any key, found by sorting: no array is quadratic in the length."""
-    order = jnp.argsort(ids.kv, axis=1, stable=True)  # keys of one id are in the order of their slots
-    ordered, wanted = jnp.take_along_axis(ids.kv, order, 1), ids.q[:, :rows]
-    at = jnp.minimum(jax.vmap(jnp.searchsorted)(ordered, wanted), ids.kv.shape[1] - 1)
-    first = jnp.take_along_axis(order, at, 1)
-    found = jnp.take_along_axis(ordered, at, 1) == wanted
+    """The rows that see any key."""
+    first, found = first_slots(ids.kv, ids.q[:, :rows])
     return found & (first <= jnp.arange(rows)) if causal else found
 
 

@@ -35,7 +35,7 @@ from .added import Added
 from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
 from .decode_parts import emit_add, emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
 from .decode_slots import Side, moved
-from .emit import Function, Value, f32, i32, i64, ptr, vector
+from .emit import Function, Value, Variable, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, fits
 from .handler import Dims, Phase, Signature, State
 from .isa import Isa
@@ -225,9 +225,7 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
         first = state.pointer(s, "shared").at(head * ranges * whole, 4)
         with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
             row = first.at(r * buffers.partial, 4)
-            top = e.variable(e.const(f32, HIDDEN))
-            with e.loop(0, ranges) as p:
-                top.set(e.max(row.at(p * whole + top_at, 4).load(f32), top()))
+            top = _highest(e, row.at(top_at, 4), ranges, whole)
             total = e.variable(e.const(f32, 0.0))
             with e.loop(0, ranges) as p:
                 part = row.at(p * whole, 4)
@@ -256,6 +254,14 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     return e.function
 
 
+def _highest(e: Function, place: Value, count: Value, stride: Value) -> Variable:
+    """Of ``count`` numbers; HIDDEN is the least."""
+    top = e.variable(e.const(f32, HIDDEN))
+    with e.loop(0, count) as n:
+        top.set(e.max(place.at(n * stride, 4).load(f32), top()))
+    return top
+
+
 def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
     """``item(state, workspace, index)``: the mass of the units of one KV head.
 
@@ -276,9 +282,7 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
             mass.at(u, 4).store(e.const(f32, 0.0))
         with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
             row = first.at(r * buffers.partial, 4)
-            top = e.variable(e.const(f32, HIDDEN))
-            with e.loop(0, units) as u:
-                top.set(e.max(row.at(u * whole + top_at, 4).load(f32), top()))
+            top = _highest(e, row.at(top_at, 4), units, whole)
             total = e.variable(e.const(f32, 0.0))
             with e.loop(0, units) as u:
                 place = row.at(u * whole + total_at, 4)

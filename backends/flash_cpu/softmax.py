@@ -57,12 +57,6 @@ def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, de
     return some
 
 
-def _maxima(e: Function, highest: list[Value], scale: Value, *, hides: bool) -> list[Value]:
-    """In powers of two; HIDDEN of a query that sees no key."""
-    new = [x * scale for x in highest]
-    return [e.select(x > HIDDEN / 2, y, HIDDEN) for x, y in zip(highest, new, strict=True)] if hides else new
-
-
 def softmax(
     module: ir.Module,
     isa: Isa,
@@ -117,7 +111,8 @@ def softmax(
                 highest[v].set(e.max(x, highest[v]()))
         if added:  # scores are powers of two from here on
             scale = e.const(type_, 1.0)
-        new = _maxima(e, [x() for x in highest], scale, hides=hides)
+        found = [x() for x in highest]
+        new = [e.select(x > HIDDEN / 2, x * scale, HIDDEN) if hides else x * scale for x in found]
         some = _raise(e, isa, new, top, total, decay)
         negative = [e.const(type_, 0.0) - of(top, v).load(type_) for v in vectors]
         sums = [e.variable(e.const(type_, 0.0)) for _ in vectors]

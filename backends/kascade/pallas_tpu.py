@@ -36,6 +36,7 @@ from .pallas_rows import (
     Rows,
     Visits,
     block_visible,
+    loaded,
     product,
     where_needed,
 )
@@ -64,7 +65,7 @@ class TpuKernels(PallasKernels):
         out_shape = [jax.ShapeDtypeStruct((n_blocks, n_rows, v_dim), dtype)]
         if return_residuals:
             out_shape.append(jax.ShapeDtypeStruct((n_blocks, n_rows, LANES), jnp.float32))
-        call = _call(self, slots, out_shape, has_ids=bool(flat.ids))
+        call = _call(self, slots, out_shape)
         spare = calls * per_call - self.tiles
         tiles = jnp.pad(listed.tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
         counts = jnp.pad(listed.counts, (0, spare)).reshape(calls, per_call)
@@ -103,37 +104,23 @@ class TpuKernels(PallasKernels):
 
     def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "blocks 1 units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
-        spec, tiling, blocks = self.spec, self.tiling, self.blocks
-        parts, n_rows = blocks.blocks_q, rows.shape[1]
+        tiling, blocks, head_dim = self.tiling, self.blocks, (self.spec.head_dim,)
+        n_rows = rows.shape[1]
 
-        def block_kv(step: Any, block: Any, firsts: Any, lengths: Any) -> Any:
+        def tile(step: Any, *_: Any) -> tuple[Any, Any]:
+            return step // blocks.blocks_q, step % blocks.blocks_q
+
+        def block_kv(step: Any, _turn: Any, block: Any, firsts: Any, lengths: Any) -> Any:
             """The block, or the last one that is needed: behind it nothing is loaded."""
-            queries = self.queries_of(step // parts, step % parts * blocks.block_q, firsts, lengths)
-            return jnp.minimum(block, _last_block(self, queries))
+            this, part = tile(step)
+            return jnp.minimum(block, _last_block(self, self.queries_of(this, part * blocks.block_q, firsts, lengths)))
 
-        def of_keys(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
-            return step // parts // tiling.query_tiles, block_kv(step, block, *at), 0
-
-        def of_key_ids(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
-            return self.sequence(step // parts), 0, block_kv(step, block, *at)
-
-        id_specs = [
-            pl.BlockSpec(
-                (None, blocks.block_q, 1),
-                lambda step, *_: (self.sequence(step // parts), step % (tiling.query_tiles * parts), 0),
-            ),
-            pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
-        ]
         return pl.pallas_call(
             functools.partial(_sum, kernels=self),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(rows.shape[0], 2, self.kv_blocks),
-                in_specs=[
-                    pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
-                    pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
-                    *id_specs[: len(flat.ids)],
-                ],
+                in_specs=loaded(self, tile, block_kv, head_dim, head_dim),
                 out_specs=pl.BlockSpec((None, 1, tiling.units), lambda step, *_: (step, 0, 0)),
                 scratch_shapes=[pltpu.VMEM((n_rows, LANES), jnp.float32), pltpu.VMEM((n_rows, LANES), jnp.float32)],
             ),
@@ -148,50 +135,26 @@ def _as_columns(ids: tuple[Array, ...]) -> tuple[Array, ...]:
     return (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
 
 
-def _call(
-    kernels: TpuKernels, slots: int, out_shape: list[jax.ShapeDtypeStruct], *, has_ids: bool
-) -> Callable[..., list[Array]]:
+def _call(kernels: TpuKernels, slots: int, out_shape: list[jax.ShapeDtypeStruct]) -> Callable[..., list[Array]]:
     """The kernel over as many blocks of queries as ``out_shape`` has, with lists of ``slots`` tiles of keys."""
-    tiling, blocks, head_dim = kernels.tiling, kernels.blocks, kernels.spec.head_dim
-    (steps, n_rows, v_dim), parts, splits = out_shape[0].shape, blocks.blocks_q, blocks.blocks_kv
+    head_dim, (steps, n_rows, v_dim) = kernels.spec.head_dim, out_shape[0].shape
+    parts, splits = kernels.blocks.blocks_q, kernels.blocks.blocks_kv
 
-    def tile_at(step: Any, start: Any) -> Any:
-        return jnp.minimum(start[0] + step // parts, kernels.tiles - 1)  # the last call may have steps to spare
+    def tile(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, Any]:
+        return jnp.minimum(start[0] + step // parts, kernels.tiles - 1), step % parts  # the last call may have to spare
 
-    def block_kv(step: Any, slot: Any, tiles: Any, counts: Any) -> Any:
+    def block_kv(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> Any:
         """Behind the last listed tile the same block again, which is not loaded again."""
         index = step // parts
         part = jnp.where(slot // splits < counts[index], slot % splits, splits - 1)
         return tiles[index * slots + slot // splits] * splits + part
 
-    def of_rows(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, ...]:
-        return tile_at(step, start) * parts + step % parts, 0, 0
-
-    def of_keys(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> tuple[Any, ...]:
-        return tile_at(step, start) // tiling.query_tiles, block_kv(step, slot, tiles, counts), 0
-
-    def of_query_ids(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, ...]:
-        tile = tile_at(step, start)
-        return kernels.sequence(tile), tile % tiling.query_tiles * parts + step % parts, 0
-
-    def of_key_ids(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> tuple[Any, ...]:
-        return kernels.sequence(tile_at(step, start)), 0, block_kv(step, slot, tiles, counts)
-
-    id_specs = [
-        pl.BlockSpec((None, blocks.block_q, 1), of_query_ids),
-        pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
-    ]
     return pl.pallas_call(
         functools.partial(_attend, kernels=kernels, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps, slots * splits),
-            in_specs=[
-                pl.BlockSpec((None, n_rows, head_dim), of_rows),
-                pl.BlockSpec((None, blocks.block_kv, head_dim), of_keys),
-                pl.BlockSpec((None, blocks.block_kv, v_dim), of_keys),
-                *(id_specs if has_ids else ()),
-            ],
+            in_specs=loaded(kernels, tile, block_kv, (head_dim,), (head_dim, v_dim)),
             out_specs=[pl.BlockSpec((None, *out.shape[1:]), lambda step, *_: (step, 0, 0)) for out in out_shape],
             scratch_shapes=[
                 pltpu.VMEM((n_rows, LANES), jnp.float32),
@@ -235,17 +198,14 @@ def _attend(
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def attend_step(at: int, masked: bool) -> None:
-        some = pl.ds(at, blocks.step_kv)
-        score = kernels.scores(query_ref[...], key_ref[some, :])
-        seen = block_visible(kernels, queries, score.shape, begin + at, id_refs, some) if masked else None
-        weight, decay = _soften(score, seen, max_ref, sum_ref)
-        value = value_ref[some, :]
-        acc_ref[...] = decay * acc_ref[...] + product(weight.astype(value.dtype), value, (1, 0))
-
     def work(masked: bool) -> None:
         for at in range(0, blocks.block_kv, blocks.step_kv):
-            attend_step(at, masked)
+            some = pl.ds(at, blocks.step_kv)
+            score = kernels.scores(query_ref[...], key_ref[some, :])
+            seen = block_visible(kernels, queries, score.shape, begin + at, id_refs, some) if masked else None
+            weight, decay = _soften(score, seen, max_ref, sum_ref)
+            value = value_ref[some, :]
+            acc_ref[...] = decay * acc_ref[...] + product(weight.astype(value.dtype), value, (1, 0))
 
     where_needed(listed < counts_ref[index], queries.all_see(begin + blocks.block_kv), bool(id_refs), work)
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from .pallas_rows import PallasKernels, Visits, block_visible, product, where_needed
+from .pallas_rows import PallasKernels, Visits, block_visible, loaded, product, where_needed
 
 
 def gradient_call(
@@ -30,46 +30,34 @@ def gradient_call(
     n_rows, parts, splits = spec.group_size * blocks.block_q, blocks.blocks_q, blocks.blocks_kv
     owner_blocks, other_blocks = (parts, splits) if by == "query" else (splits, parts)
 
-    def blocks_of(mine: Any, pair: Any, its: Any, codes: Any, count: Any) -> tuple[Any, Any]:
+    def blocks_of(mine: Any, pair: Any, its: Any, head: Any, codes: Any, count: Any, *_: Any) -> tuple[Any, Any]:
         """Of rows and of keys, in their head. Behind the last pair the same block again, which is not loaded again."""
         its = jnp.where(pair < count[0], its, other_blocks - 1)
         owner = codes[pair] // visits.others * owner_blocks + mine
         other = codes[pair] % visits.others * other_blocks + its
         return (owner, other) if by == "query" else (other, owner)
 
-    def spec_of(what: str, width: int, *, local: bool = False) -> pl.BlockSpec:
-        def index(mine: Any, pair: Any, its: Any, head: Any, codes: Any, count: Any, *_: Any) -> tuple[Any, ...]:
-            row_block, key_block = blocks_of(mine, pair, its, codes, count)
-            if what == "key":
-                return 0 if local else head[0], key_block, 0
-            return row_block if local else head[0] * tiling.query_tiles * parts + row_block, 0, 0
+    def tile(mine: Any, pair: Any, its: Any, head: Any, *lists: Any) -> tuple[Any, Any]:
+        row_block = blocks_of(mine, pair, its, head, *lists)[0]
+        return head[0] * tiling.query_tiles + row_block // parts, row_block % parts
 
-        return pl.BlockSpec((None, blocks.block_kv if what == "key" else n_rows, width), index)
+    def rows_of_head(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, n_rows, width), lambda *at: (blocks_of(*at)[0], 0, 0))
 
-    def ids_of(at: int, shape: tuple[int, ...]) -> pl.BlockSpec:
-        def index(mine: Any, pair: Any, its: Any, head: Any, codes: Any, count: Any, *_: Any) -> tuple[Any, ...]:
-            block = blocks_of(mine, pair, its, codes, count)[at]
-            return (head[0] // spec.num_kv_heads, *((block, 0) if at == 0 else (0, block)))
+    def keys_of_head(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, blocks.block_kv, width), lambda *at: (0, blocks_of(*at)[1], 0))
 
-        return pl.BlockSpec((None, *shape), index)
-
+    widths = spec.head_dim, v_dim
+    query, d_out, *others = loaded(kernels, tile, lambda *at: blocks_of(*at)[1], widths, widths)
     owner_size = tiling.query_tiles * parts if by == "query" else kernels.kv_blocks * blocks.block_kv
     lead = (owner_size, n_rows) if by == "query" else (1, owner_size)
-    id_specs = [ids_of(0, (blocks.block_q, 1)), ids_of(1, (1, blocks.block_kv))]
     return pl.pallas_call(
         functools.partial(_gradient, kernels=kernels, by=by, others=visits.others),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(owner_blocks, visits.codes.shape[1], other_blocks),
-            in_specs=[
-                spec_of("query", spec.head_dim),
-                spec_of("query", v_dim),
-                spec_of("query", 2, local=True),
-                spec_of("key", spec.head_dim),
-                spec_of("key", v_dim),
-                *(id_specs if spec.has_segment_ids else ()),
-            ],
-            out_specs=[spec_of(by, dim, local=True) for dim in dims],
+            in_specs=[query, d_out, rows_of_head(2), *others],
+            out_specs=[(rows_of_head if by == "query" else keys_of_head)(dim) for dim in dims],
         ),
         out_shape=[jax.ShapeDtypeStruct((*lead, dim), jnp.float32) for dim in dims],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),

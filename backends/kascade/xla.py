@@ -204,7 +204,7 @@ class Prefill:
         self, state: _State, batch: Array, tile: Array, query: Array, key: _Slots, value: _Slots | None
     ) -> tuple[_State, Any]:
         """The state with the local region of a query tile in it."""
-        width = min(self.tiling.local_width, self.spec.key_value_length)
+        width = min(self.tiling.local_units * self.tiling.unit, self.spec.key_value_length)
         first = jnp.asarray(self.layout.first_local)[batch, tile] * self.tiling.unit
         start = jnp.minimum(first, self.spec.key_value_length - width)  # as dynamic_slice would, but known to the mask
         slots = start + jnp.arange(width, dtype=jnp.int32)
@@ -351,8 +351,8 @@ def _sweep_keys(
     """The same key by key, in two passes: log-sums, then the mass of each key."""
     length = this.spec.key_value_length
     width = min(_KEYS_PER_SWEEP, length)
-    steps = -(-(jnp.asarray(this.layout.first_local)[batch, tile]) // width)
     first_local = jnp.asarray(this.layout.first_local)[batch, tile]
+    steps = -(-first_local // width)
 
     def scores_of(n: Array) -> tuple[Array, Array, Any]:
         start = jnp.minimum(n * width, length - width)
