@@ -186,15 +186,9 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
 def of_head(blocks: Blocks, state: State, s: Value, dims: Dims, head: Value) -> tuple[Value, ...]:
     """Pointers to a head's packed keys, values and marks, its layout's positions, ids, records, and to the numbers."""
     row, shared = head // dims["K"] // (dims["B"] // dims["C"]), state.pointer(s, "shared")
-    return (
-        blocks.key_rows(shared, dims, head),
-        blocks.value_rows(shared, dims, head),
-        blocks.spoilt(shared, dims, head),
-        blocks.positions(shared, dims, row),
-        blocks.ids(shared, dims, row),
-        blocks.records(shared, dims, row),
-        state.pointer(s, "data:numbers"),
-    )
+    of_head_ = (blocks.place(name, shared, dims, head) for name in ("keys", "values", "spoilt"))
+    of_row = (blocks.place(name, shared, dims, row) for name in ("positions", "ids", "records"))
+    return *of_head_, *of_row, state.pointer(s, "data:numbers")
 
 
 def emit_read(
