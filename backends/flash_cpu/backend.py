@@ -125,11 +125,7 @@ class FlashCpu:
             return turned(spec, lambda spec: self.plan(spec, layout, **how))
         if cached and not by_decode:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
-        if (
-            spec.needs_grad
-            and not checked["batch_invariant"]
-            and min(spec.query_length, spec.key_value_length) <= SHORT
-        ):
+        if spec.needs_grad and decodes and min(spec.query_length, spec.key_value_length) <= SHORT:
             short = STANDARD.plan(spec, layout, target=target)
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
         seen = visibility(spec, layout)
@@ -345,11 +341,10 @@ def _differentiable(calls: Calls, seen_of: Callable[[list[Array]], Visibility]) 
             top = jnp.where(unseen, UNSEEN_TOP, top)
         operands = query, key, value, seen_of(traced), out, top, total, d_out, d_lse, extra
         found = first_derivative(functools.partial(calls.backward, learned=learned))(*operands)
-        of_extra: dict[str, Array | None] = dict.fromkeys(extra)
-        of_extra.update(
-            {n: x.reshape(extra[n].shape).astype(extra[n].dtype) for n, x in zip(learned, found[3:], strict=True)}
-        )
-        return *found[:3], d_sinks, of_extra, None
+        of_learned = {
+            n: x.reshape(extra[n].shape).astype(extra[n].dtype) for n, x in zip(learned, found[3:], strict=True)
+        }
+        return *found[:3], d_sinks, dict.fromkeys(extra) | of_learned, None
 
     attend.defvjp(forward, backward, symbolic_zeros=True)
     return attend

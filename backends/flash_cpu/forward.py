@@ -163,7 +163,7 @@ def tiles(dims: Dims, queries: int) -> Any:
 def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, state: State) -> ir.Function:
     """``item(state, workspace, index)``: one tile of query rows of one KV head."""
     queries, at = block_rows(isa), workspace(isa, kernel, BLOCK_KEYS)[0]
-    read = emit_read(module, isa, kernel, state, queries, at)
+    read = emit_read(module, isa, kernel, state, at)
     extra = Added(isa, kernel.arrays, state, queries) if kernel.arrays.any else None
     attend = emit_attend(module, isa, kernel, blocks, at, extra=extra)
     write = emit_write(module, isa, kernel, state, at)
@@ -191,11 +191,9 @@ def of_head(blocks: Blocks, state: State, s: Value, dims: Dims, head: Value) -> 
     return *of_head_, *of_row, state.pointer(s, "data:numbers")
 
 
-def emit_read(
-    module: ir.Module, isa: Isa, kernel: Kernel, state: State, queries: int, at: dict[str, int]
-) -> ir.Function:
+def emit_read(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: dict[str, int]) -> ir.Function:
     """``read(state, workspace, head, start, count)``: the tile's queries transposed, its intervals, a fresh softmax."""
-    pack = isa.pack(kernel.dtype)
+    queries, pack = block_rows(isa), isa.pack(kernel.dtype)
     width, value_width = rows.padded(kernel.head_dim, isa, pack), rows.padded(kernel.value_head_dim, isa)
     copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim, pack)
     finite = rows.finite(module, isa, "finite_query", kernel.dtype, kernel.head_dim)
