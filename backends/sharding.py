@@ -193,7 +193,8 @@ class Sharded:
         native = self._self_sharded()
         if native is not None:
             return native.plan(spec, layout, **planned)
-        share, arrays, rows = self._share(spec), self._arrays(), self._rows(layout)
+        share, arrays = self._share(spec), self._arrays()
+        rows = Layout(**{name: self._partition_spec(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
         carries = PartitionSpec(self.axes.data)
         keys = self._arrays(spec.kv_layout)
 
@@ -216,7 +217,8 @@ class Sharded:
                 return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
 
             operands: Any = (layout, query, key, value, carry, terms)
-            in_specs = (rows, arrays, keys, keys, carries, self._columns(terms))
+            of_terms = Terms(**{x.name: self._partition_spec(getattr(terms, x.name), x.axes) for x in OPERANDS})
+            in_specs = (rows, arrays, keys, keys, carries, of_terms)
             if AxisType.Explicit in self.mesh.axis_types:  # on which shard_map takes no array that is sharded otherwise
                 operands = self._resharded(operands, in_specs)
             run = jax.shard_map(  # jax.jit: JAX runs no gradient of ours in a shard_map operation by operation
@@ -308,16 +310,8 @@ class Sharded:
 
         return jax.tree.map(reshard, specs, operands, is_leaf=lambda x: x is None)
 
-    def _rows(self, layout: Layout) -> Layout:
-        """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
-        return Layout(**{name: self._partition_spec(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
-
-    def _columns(self, terms: Terms) -> Terms:
-        """The spec of each term."""
-        return Terms(**{x.name: self._partition_spec(getattr(terms, x.name), x.axes) for x in OPERANDS})
-
     def _partition_spec(self, x: EitherArray | None, axes: Sequence[str]) -> Any:
-        """The PartitionSpec of an array by what its axes count; a dimension of one element is not divided."""
+        """The PartitionSpec of an array by what its axes count. Keys are whole unless in a ring, as is a dimension of one."""
         if x is None:
             return None
         at = {"batch": self.axes.data, "heads": self.axes.heads, "query": self.axes.context}

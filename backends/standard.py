@@ -158,7 +158,8 @@ def without_unread(
     """
     if not (spec.has_segment_ids or spec.has_seq_lengths):
         return query, key, value, None
-    keys, rows = _at(unread_slots(spec, layout)), _at(unseeing_rows(layout))
+    hidden: tuple[Any, Any] = unread_slots(spec, layout), unseeing_rows(layout)
+    keys, rows = (x[..., None, None] for x in hidden)
     spoilt = None
     if spec.has_segment_ids:
         finite = [jnp.isfinite(x).all(-1, keepdims=True) for x in (query, key, value) if x is not None]
@@ -172,10 +173,6 @@ def without_unread(
     if spec.needs_grad:
         query, key = jnp.where(rows, 0, query), jnp.where(keys, 0, key)
     return query, key, value, spoilt
-
-
-def _at(x: Bool[Array, "b l"] | None) -> Any:
-    return None if x is None else x[..., None, None]
 
 
 def exponentials(
