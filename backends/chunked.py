@@ -256,14 +256,8 @@ def _tables(program: Program, layout: Layout) -> _Tables:
     if not arrays or not all(_is_known_on_a_cpu(x) for x in arrays.values()):
         return _sorted(program, layout)
     host = dataclasses.replace(layout, **{name: np.asarray(x) for name, x in arrays.items()})
-
-    def restored(path: Any, x: Any) -> Any:
-        if x is host.mask and x is not None:
-            return layout.mask  # not a copy of it
-        source = {"lengths": "key_value_seq_lengths"}.get(path[-1].name, path[-1].name)
-        return x if source in _SORTED_BY and source not in arrays else jnp.asarray(x)
-
-    return jax.tree.map_with_path(restored, _sorted(program, host))
+    found = _sorted(program, host)
+    return jax.tree.map(lambda x: layout.mask if x is host.mask else jnp.asarray(x), found)  # no copy of the mask
 
 
 # What the visible blocks follow from. A page table says where keys lie.

@@ -29,7 +29,6 @@ _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 # Lengths are padded to multiples of this. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
 # memory than any GPU has, blocks of 64 do not (`attnsuite compile --backends pallas_flash`).
 _BLOCK = 128
-_LARGEST_HEAD_DIM = 256
 _PADDING = -1
 
 
@@ -71,7 +70,7 @@ PALLAS_FLASH = VendorKernel(
     allowed=Takes(
         features=frozenset({"causal", "bidirectional", "scale", "positions", "grouped_queries"}),
         dtypes=("bfloat16", "float16"),
-        head_dims=range(1, _LARGEST_HEAD_DIM + 1),
+        head_dims=range(1, 257),
         because={
             "dtype": "whose products of float32 may be TF32",
             "gradient": (

@@ -311,7 +311,7 @@ class Sharded:
         return jax.tree.map(reshard, specs, operands, is_leaf=lambda x: x is None)
 
     def _partition_spec(self, x: EitherArray | None, axes: Sequence[str]) -> Any:
-        """The PartitionSpec of an array by what its axes count. Keys are whole unless in a ring, as is a dimension of one."""
+        """Of an array, by what its axes count. Whole are keys, unless in a ring, and a dimension of one."""
         if x is None:
             return None
         at = {"batch": self.axes.data, "heads": self.axes.heads, "query": self.axes.context}
