@@ -32,9 +32,8 @@ from llvmlite import ir
 
 from . import added, elements, rows
 from .added import Added
-from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
+from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, Side, moved, tiles
 from .decode_parts import emit_add, emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
-from .decode_slots import Side, moved
 from .emit import Function, Value, Variable, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, fits
 from .handler import Dims, Phase, Signature, State
