@@ -20,11 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from . import blocks, chunked_arrays
+from . import blocks
 from . import chunked_tiles as tiles
 from .blocks import BlockTable, PaddedLayout, Place
-from .chunked_arrays import Corner
-from .chunked_tiles import Program
+from .chunked_tiles import Corner, Program
 from .manual_axes import varying
 from .operands import Terms
 from .scores import derived
@@ -128,7 +127,7 @@ def _reader(x: Array | Reader, program: Program) -> Reader:
 def _fitted(terms: Terms, program: Program, rows: int, columns: int) -> tuple[Array | None, Array | None]:
     """Slopes, one per tile, KV head and query head of its group, and the bias, fitted to the blocks of a pass."""
     slopes = None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program)
-    return slopes, None if terms.bias is None else chunked_arrays.fitted(terms.bias, rows, columns)
+    return slopes, None if terms.bias is None else blocks.fitted(terms.bias, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,13 +164,13 @@ def _block(
         apart = jnp.abs(q_pos[:, None] - k_pos[None]).astype(jnp.float32)[None, None].transpose(order)
         logits = logits - slopes[tile].transpose(order) * apart
     if bias is not None:
-        bias = chunked_arrays.part(bias, spec, heads, corner, rows, columns)
+        bias = tiles.part(bias, spec, heads, corner, rows, columns)
         logits = logits + bias.astype(jnp.float32).transpose(order)
 
     def seen() -> Array:
         visible = blocks.visible(spec, layout, at)[None, None]
         if layout.mask is not None:
-            visible = visible & chunked_arrays.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
+            visible = visible & tiles.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
         if bias is not None:  # -inf hides a key as a mask does
             visible = visible & ~jnp.isneginf(bias)
         return jnp.asarray(visible).transpose(order)
@@ -217,7 +216,7 @@ def forward(
             block = _block(program, layout, learned, scaled, corner, block_q, width)
             scores = block.logits
             if mixed:
-                bad = chunked_arrays.not_finite(k, v)
+                bad = tiles.not_finite(k, v)
                 v = jnp.where(bad[..., None], 0, v)
                 scores = jnp.where(block.seen(), jnp.where(bad[:, None, None], jnp.nan, scores), -jnp.inf)
             scores = scores.reshape(heads, group * block_q, width)
@@ -345,7 +344,7 @@ def backward(
         tile, column, k, k_transposed, *stored_values = *x[:2], *(tiles.unpack(part, program) for part in x[2:])
         v = stored_values[0] if stored_values else k[..., : spec.value_head_dim]
         batch = _entry(program, layout, tile)
-        bad = chunked_arrays.not_finite(k, v)
+        bad = tiles.not_finite(k, v)
         clean = *(jnp.where(bad[..., None], 0, x) for x in (k, v)), jnp.where(bad[:, None], 0, k_transposed)
 
         def step(start: Array, width: int, carry: tuple[Any, ...], mixed: bool) -> tuple[Any, ...]:
@@ -365,7 +364,7 @@ def backward(
                 d_tilted -= (d_scores.reshape(apart) * part.apart).sum((1, 3))
             if d_biases is not None:
                 by_pair = d_scores.reshape(apart).transpose(0, 2, 3, 1)
-                d_biases = chunked_arrays.added(d_biases, by_pair, spec, corner)
+                d_biases = tiles.added(d_biases, by_pair, spec, corner)
             if part.slope is not None:
                 d_scores = d_scores * _where_visible(part.slope, mask)
             probs, d_scores = tiles.narrowed(probs, program), tiles.narrowed(d_scores * program.scale_scores, program)

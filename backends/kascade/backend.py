@@ -25,7 +25,7 @@ from ..devices import Target
 from ..features import INSTEAD, Mode, Options, Takes
 from ..resolve import resolve
 from ..sharding import MeshAxes
-from . import tuned_options
+from . import block_sizes
 from .backward import differentiable
 from .cost import runs_dense, selected_share
 from .kernels import Kernels
@@ -96,9 +96,9 @@ class Kascade:
         return {"top_k": 1.0}
 
     # For ``attnsuite tune``.
-    defaults = staticmethod(tuned_options.defaults)
-    candidates = staticmethod(tuned_options.candidates)
-    work = staticmethod(tuned_options.work)
+    defaults = staticmethod(block_sizes.defaults)
+    candidates = staticmethod(block_sizes.candidates)
+    work = staticmethod(block_sizes.work)
 
     def plan(
         self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
