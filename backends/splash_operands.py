@@ -126,7 +126,8 @@ def segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -
         seen = jnp.ones((1, keys), bool) if mask is None else mask[:, 0, 0]
         ids = jnp.zeros((spec.batch, lengths[0]), jnp.int32)
         keys_seen = jnp.broadcast_to(seen, (spec.batch, keys))
-        return SegmentIds(ids, _pad_ids(jnp.where(keys_seen, 0, _UNSEEN_KEY), lengths[1], _UNSEEN_KEY))
+        k = jnp.where(keys_seen, 0, jnp.int32(_UNSEEN_KEY))
+        return SegmentIds(ids, padded(k, lengths[1], fill=_UNSEEN_KEY))
     # Under a causal mask no row sees the padding behind the last key, if there are no more rows than keys.
     padding_shows = keys < lengths[1] and not (spec.is_causal and rows <= keys)
     if not (spec.has_segment_ids or spec.has_seq_lengths or padding_shows):
@@ -139,11 +140,7 @@ def segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -
     if layout.key_value_seq_lengths is not None:
         slots = jnp.arange(keys, dtype=jnp.int32)[None, :]
         k = jnp.where(slots < layout.key_value_seq_lengths[:, None], k, _UNSEEN_KEY)
-    return SegmentIds(_pad_ids(q, lengths[0], _UNSEEING_QUERY), _pad_ids(k, lengths[1], _UNSEEN_KEY))
-
-
-def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b padded"]:
-    return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=fill)
+    return SegmentIds(padded(q, lengths[0], fill=_UNSEEING_QUERY), padded(k, lengths[1], fill=_UNSEEN_KEY))
 
 
 def rows_that_see(ids: SegmentIds, rows: int, *, causal: bool) -> Bool[Array, "b t"]:

@@ -47,11 +47,11 @@ from .decode_buffers import BLOCK_KEYS as DECODE_KEYS
 from .expression import UnsupportedError
 from .forward import BLOCK_KEYS, UNSEEN_TOP
 from .isa import AVX512, KNOWN, Isa
+from .softmax import LOG2_E
 from .visibility import Visibility, pairs, visibility, without
 
-_LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
-_LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
+_LOG2_E_LOW = LOG2_E - _LOG2_E_HIGH
 _MOST_LOST = 64.0
 # Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. If every
 # row has one key with nearly all of its weight, the rounding of rowsum(dO * O) is larger than the slopes.
@@ -250,16 +250,16 @@ def natural(top: Array, total: Array) -> tuple[Array, Array]:
     The new ``top`` is an integer. Its product with the high part of log2(e) is exact, so ``rest`` keeps the low bits
     that a quotient of the size of the logits would round away.
     """
-    whole = jnp.round(top / _LOG2_E)
-    return whole, jnp.log(total) + ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / _LOG2_E
+    whole = jnp.round(top / LOG2_E)
+    return whole, jnp.log(total) + ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / LOG2_E
 
 
 def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
     """The inverse: a power of two and a sum for the kernel, from an integer ``top`` and ``rest``."""
-    power = top * _LOG2_E
+    power = top * LOG2_E
     lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
     # Of a sink above 1e9 more is lost than an exponential holds; that is less than the sink's own rounding error.
-    return power, jnp.exp(rest + jnp.clip(lost / _LOG2_E, -_MOST_LOST, _MOST_LOST))
+    return power, jnp.exp(rest + jnp.clip(lost / LOG2_E, -_MOST_LOST, _MOST_LOST))
 
 
 def _checked(options: Options) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .masking import Lanes
 HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query that has seen nothing
 _LAZY = 8.0
 
-LOG_2 = math.log(2.0)
+LOG_2, LOG2_E = math.log(2.0), math.log2(math.e)
 # (function, score, factor to it, the group's rows, vector, key position) -> score in powers of two, derivative
 Modify = Callable[[Function, Value, Value | float, Value, int, Value], tuple[Value, Value]]
 
