@@ -25,8 +25,6 @@ from .vendor_kernel import VendorKernel
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
-    """There is nothing to prepare, and there are no options."""
-
     def attend(
         query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k h"], terms: Terms
     ) -> Float[Array, "b t n h"]:

@@ -33,7 +33,6 @@ _PADDING = -1
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
-    """Prepare only the ids of the padding; there are no options."""
     length, ids = round_up(spec.query_length, _BLOCK), None
     if not spec.is_causal and length > spec.query_length:  # under a causal mask no token sees the padding behind it
         ids = padded(jnp.zeros((spec.batch, spec.query_length), jnp.int32), length, fill=_PADDING)

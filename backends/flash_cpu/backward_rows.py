@@ -90,7 +90,6 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
     finite = [rows.finite(module, isa, f"finite_{name}", kernel.dtype, depth) for name, depth, *_ in sides]
     join = rows.join(module, isa, "join_keys", buffers.width) if pack == 2 else None
     turn = rows.transpose(module, isa, "turn_keys", BLOCK_KEYS // 2, buffers.width) if isa.tiles else None
-    rows.fill(module, isa)
     with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
         dims = state.dims(s)
         length, heads = dims["S"], dims["K"]
@@ -109,7 +108,7 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
             for test, source in zip(finite, sources, strict=True):
                 whole = whole & e.run(test, source)
             for (side, _, terms, copy), source in zip(sides, sources, strict=True):
-                rows.copy_or_zeros(e, whole, copy, source, w.at(at[side]).at(j * terms, 4), terms)
+                rows.copy_or_zeros(e, isa, whole, copy, source, w.at(at[side]).at(j * terms, 4), terms)
         if join is not None:
             e.run(join, w.at(at["key"]), w.at(at["key_joined" if turn is None else "plain"]), BLOCK_KEYS)
         if turn is not None:

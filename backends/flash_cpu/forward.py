@@ -209,7 +209,7 @@ def emit_read(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: dic
         with rows.each_query(e, dims, head, start, count) as (i, place):
             source, target = query.at(place * kernel.head_dim, size), plain.at(i * width, 4)
             whole = e.run(finite, source)
-            rows.copy_or_zeros(e, whole, copy, source, target, width)
+            rows.copy_or_zeros(e, isa, whole, copy, source, target, width)
             w.at(at["total"]).at(i, 4).store(e.select(whole, e.const(f32, 0.0), math.nan))
         e.run(fill, plain.at(count * width, 4), (e.const(i64, queries) - count) * width, e.const(f32, 0.0))
         e.run(turn, plain, w.at(at["query"]))

@@ -119,7 +119,6 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     finite = {n: rows.finite(module, isa, f"finite_{n}", dtype, widths[n]) for n in copies}
     join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
     turn = rows.transpose(module, isa, "turn_values", blocks.turned, blocks.value_width) if blocks.turned else None
-    rows.fill(module, isa)
     bounds = _emit_layout_block(module, blocks, state)
     with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
@@ -155,7 +154,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                 spoilt.at(j + 1, 4).store(bad())
                 any_spoilt.set(any_spoilt() | bad())
                 for name, copy in copies.items():
-                    rows.copy_or_zeros(e, exists(), copy, sources[name], targets[name], strides[name])
+                    rows.copy_or_zeros(e, isa, exists(), copy, sources[name], targets[name], strides[name])
             if join is not None:
                 e.run(join, w, pairs.at(term // pack * blocks.value_width, 4), pack)
         if turn is not None:

@@ -178,10 +178,12 @@ def fill(module: ir.Module, isa: Isa) -> ir.Function:
     return e.function
 
 
-def copy_or_zeros(e: Function, good: Value, copy: ir.Function, source: Value, target: Value, terms: int) -> None:
+def copy_or_zeros(
+    e: Function, isa: Isa, good: Value, copy: ir.Function, source: Value, target: Value, terms: int
+) -> None:
     """A row copied by ``copy``, if it is ``good``; else zeros in its ``terms`` places."""
-    nothing = e.const(f32, 0.0)
-    e.either(good, lambda: e.run(copy, source, target), lambda: e.run(e.module.globals["fill"], target, terms, nothing))
+    zeros, nothing = fill(e.module, isa), e.const(f32, 0.0)
+    e.either(good, lambda: e.run(copy, source, target), lambda: e.run(zeros, target, terms, nothing))
 
 
 def query_place(dims: Dims, head: Value, row: Value) -> Value:

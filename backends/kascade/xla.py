@@ -429,5 +429,4 @@ def untiled(
 
 
 def _rows(x: Float[Array, "b s k d"]) -> Float[Array, "bks d"]:
-    """[B, S, K, D] -> [B * K * S, D]."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[3])
