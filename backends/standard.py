@@ -1,10 +1,8 @@
 """Attention by the formula, in XLA: the scores are materialised.
 
 It is the baseline of every comparison, and its rounding error is the judge's yardstick. Memory grows with query length
-times key length. Gradients are JAX's own, of every kind and order. Runs on every platform and refuses nothing
-of the contract. NaN and infinity in slots behind the length, in padding and in other documents reach no row and no
-gradient that may not see them; from keys that only a causal mask, a window, positions or a mask array hides they may,
-as in ``jax.nn.dot_product_attention``.
+times key length. Gradients are JAX's own, of every kind and order. Runs on every platform and refuses nothing of the
+contract, which says where NaN stays out of rows (``contract.py``).
 """
 
 from __future__ import annotations
