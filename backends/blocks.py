@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from . import chunked_arrays, masks
+from . import masks
 from .contract import positions
 from .layout import Layout
 from .operands import EitherArray
@@ -87,9 +87,18 @@ def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int)
         "key_value_segment_ids": None if k_seg is None else _pad(k_seg, k_pad, -1),
         "lengths": lengths,
     }
-    mask = None if layout.mask is None else chunked_arrays.fitted(layout.mask, block_q, block_kv)
+    mask = None if layout.mask is None else fitted(layout.mask, block_q, block_kv)
     batch = max(x.shape[0] for x in (*padded.values(), mask) if x is not None)
     return PaddedLayout(**{name: _broadcast(x, batch) for name, x in padded.items()}, mask=mask)
+
+
+def fitted(x: EitherArray, rows: int, columns: int) -> Any:
+    """``x`` padded with zeros to whole blocks of ``rows`` queries and ``columns`` keys."""
+    amounts = [0 if n == 1 else -n % size for n, size in zip(x.shape[2:], (rows, columns), strict=True)]
+    if not any(amounts):
+        return x
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
+    return xp.pad(x, [(0, 0), (0, 0), *((0, amount) for amount in amounts)])
 
 
 def classify(
@@ -119,11 +128,19 @@ def classify(
         some = some & (k_min <= q_max) & (k_max >= q_min) & (q_min <= q_max) & (k_min <= k_max)
         every = every & padless & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
     if layout.mask is not None:
-        seen = chunked_arrays.of_blocks(layout.mask, block_q, block_kv)
+        seen = _of_blocks(layout.mask, block_q, block_kv)
         some, every = some & seen[0], every & seen[1]
     if spec.has_bias:  # -inf hides a key: only the bias itself tells, block by block
         every = xp.zeros_like(every)
     return xp.where(every & some, FULL, xp.where(some, PARTIAL, SKIP)).astype(np.int32)
+
+
+def _of_blocks(mask: Bool[EitherArray, "#b #n #t #s"], rows: int, columns: int) -> tuple[Any, Any]:
+    """Whether a fitted mask shows some, and whether it shows every pair of each block; an axis of size one stays."""
+    b, n, t, s = mask.shape
+    rows, columns = min(rows, t), min(columns, s)
+    apart = mask.reshape(b, n, t // rows, rows, s // columns, columns)
+    return apart.any((1, 3, 5)), apart.all((1, 3, 5))
 
 
 def of_bounds(mask: masks.Mask, query: tuple[Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any] | None:

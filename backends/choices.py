@@ -126,7 +126,7 @@ class Policy:
     @staticmethod
     def of(name: str, sources: Iterable[Source]) -> Policy:
         """The policy of these sources. Raises ValueError for a choice whose problem is none."""
-        return Policy(name, tuple(Entry(*found) for found in _entries(sources)))
+        return Policy(name, tuple(_entries(sources)))
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -369,11 +369,11 @@ def problem_of(spec: AttentionSpec) -> dict[str, Any]:
     return problem
 
 
-def _entries(sources: Iterable[Source]) -> Iterator[tuple[Source, Choice, AttentionSpec]]:
+def _entries(sources: Iterable[Source]) -> Iterator[Entry]:
     for i, source in enumerate(sources):
         for k, choice in enumerate(source.choices):
             try:
-                yield source, choice, _spec(choice.problem)
+                yield Entry(source, choice, _spec(choice.problem))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"sources[{i}].choices[{k}], case {quoted(choice.case)}: {error}") from error
 

@@ -34,12 +34,12 @@ from . import chunked_passes as passes
 from .blocks import BlockTable, PaddedLayout
 from .chunked_tiles import BlockSizes, Program
 from .contract import NOTHING_SEEN, Part, Plan, check_options, is_whole
-from .derivatives import NO_GRADIENT
+from .derivatives import NO_GRADIENT, traced_apart
 from .devices import Target
 from .features import ALL_FEATURES, KV_LAYOUTS, Mode, Options, Takes
 from .kv_layout import turned
 from .layout import ARRAYS, Layout
-from .operands import NO_TERMS, EitherArray, Terms
+from .operands import NO_TERMS, Terms
 from .spec import AttentionSpec
 
 # The plain formula runs for few query rows (its scores are then linear in the key length), and for a score
@@ -96,7 +96,8 @@ class Chunked:
         if spec.query_length <= decode_step.SHORT_QUERY or (small and not checked.keys() - {"tuned"}):
             return _plainly(standard.STANDARD.plan(spec, layout, target=target))
         program = self._program(spec, layout, target, checked)
-        differentiable, traced = _differentiable(program, _tables(program, layout))
+        traced, tables_of = traced_apart(_tables(program, layout))
+        differentiable = _differentiable(program, tables_of)
 
         def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
             learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
@@ -255,14 +256,8 @@ def _tables(program: Program, layout: Layout) -> _Tables:
     if not arrays or not all(_is_known_on_a_cpu(x) for x in arrays.values()):
         return _sorted(program, layout)
     host = dataclasses.replace(layout, **{name: np.asarray(x) for name, x in arrays.items()})
-
-    def restored(path: Any, x: Any) -> Any:
-        if x is host.mask and x is not None:
-            return layout.mask  # not a copy of it
-        source = {"lengths": "key_value_seq_lengths"}.get(path[-1].name, path[-1].name)
-        return x if source in _SORTED_BY and source not in arrays else jnp.asarray(x)
-
-    return jax.tree.map_with_path(restored, _sorted(program, host))
+    found = _sorted(program, host)
+    return jax.tree.map(lambda x: layout.mask if x is host.mask else jnp.asarray(x), found)  # no copy of the mask
 
 
 # What the visible blocks follow from. A page table says where keys lie.
@@ -292,32 +287,28 @@ def _sorted(program: Program, layout: Layout) -> _Tables:
     return forward, (padded, (blocks.table(blocks.classify(spec, padded, b, b).swapaxes(1, 2), b),))
 
 
-def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Array], list[EitherArray] | None]:
-    """The attention with its own gradient, and the value to pass as its last argument.
+def _differentiable(program: Program, tables_of: Callable[[list[Array]], _Tables]) -> Callable[..., Any]:
+    """The attention with its own gradient. Its last argument are the traced arrays of the tables.
 
-    Tables of a static layout are captured as constants, so that XLA removes loops that never run. Traced tables have to
-    be arguments, in a list: JAX builds the tree of an argument from placeholders too, which are no arrays.
+    Tables of a static layout are constants, so that XLA removes loops that never run.
     """
-    leaves, tree = jax.tree.flatten(tables)
-    static = all(isinstance(x, np.ndarray) for x in leaves)
-
-    def of(traced: list[EitherArray] | None) -> Any:
-        return tables if traced is None else jax.tree.unflatten(tree, traced)
 
     @jax.custom_vjp
     def attend(  # ``learned``: the terms by their names in Terms, which JAX's placeholders do not fit
-        query: Array, key: Array, value: Array | None, learned: dict[str, Array], traced: list[EitherArray] | None
+        query: Array, key: Array, value: Array | None, learned: dict[str, Array], traced: list[Array]
     ) -> Any:
-        return _result(program, *chunked_shares.forward(program, query, (key, value), Terms(**learned), of(traced)[0]))
+        tables = tables_of(traced)[0]
+        return _result(program, *chunked_shares.forward(program, query, (key, value), Terms(**learned), tables))
 
     def forward(*primals: Any) -> Any:
         query, key, value, learned, traced = jax.tree.map(lambda x: x.value, primals)
-        if of(traced)[1] is None:  # asked at trace time
+        tables, of_gradient = tables_of(traced)
+        if of_gradient is None:  # asked at trace time
             raise ValueError(NO_GRADIENT)
         # The names of the terms whose gradient is requested are keys of a tree, so that they are static.
         requested = {name: None for name, x in primals[3].items() if x.perturbed}
         unrounded = dataclasses.replace(program, float32_results=True)
-        exact, top, rest = chunked_shares.forward(unrounded, query, (key, value), Terms(**learned), of(traced)[0])
+        exact, top, rest = chunked_shares.forward(unrounded, query, (key, value), Terms(**learned), tables)
         out = chunked_tiles.narrowed(exact, program)
         # The rounding error of the output. The backward pass subtracts rowsum(dO * O); without the correction its
         # rounding would be as large as the gradient of a key that has nearly all of its row.
@@ -327,7 +318,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         operands, learned, requested, traced, out, lost, top, rest = residuals
-        tables = of(traced)[1]  # forward has refused a plan without
+        tables: Any = tables_of(traced)[1]  # forward has refused a plan without
         d_out, d_lse = cotangents if program.spec.return_log_sum_exp else (cotangents, None)
         d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out
         d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
@@ -340,7 +331,7 @@ def _differentiable(program: Program, tables: _Tables) -> tuple[Callable[..., Ar
         return *gradients, {name: getattr(d_terms, name) for name in learned}, None
 
     attend.defvjp(forward, backward, symbolic_zeros=True)
-    return attend, None if static else leaves
+    return attend
 
 
 def _result(program: Program, out: Array, top: Array, rest: Array) -> Any:

@@ -20,11 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from . import blocks, chunked_arrays
+from . import blocks
 from . import chunked_tiles as tiles
 from .blocks import BlockTable, PaddedLayout, Place
-from .chunked_arrays import Corner
-from .chunked_tiles import Program
+from .chunked_tiles import Corner, Program
 from .manual_axes import varying
 from .operands import Terms
 from .scores import derived
@@ -125,19 +124,10 @@ def _reader(x: Array | Reader, program: Program) -> Reader:
     return lambda tile, start, width: tiles.unpack(lax.dynamic_slice_in_dim(tiled[tile], start, width, 1), program)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Terms:
+def _fitted(terms: Terms, program: Program, rows: int, columns: int) -> tuple[Array | None, Array | None]:
     """Slopes, one per tile, KV head and query head of its group, and the bias, fitted to the blocks of a pass."""
-
-    tilted: Array | None
-    biases: Array | None
-
-    @classmethod
-    def of(cls, terms: Terms, program: Program, rows: int, columns: int) -> _Terms:
-        return cls(
-            None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program),
-            None if terms.bias is None else chunked_arrays.fitted(terms.bias, rows, columns),
-        )
+    slopes = None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program)
+    return slopes, None if terms.bias is None else blocks.fitted(terms.bias, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +143,7 @@ class _Block:
 def _block(
     program: Program,
     layout: PaddedLayout,
-    terms: _Terms,
+    terms: tuple[Array | None, Array | None],
     scores: Array,
     corner: Corner,
     rows: int,
@@ -168,19 +158,19 @@ def _block(
     at = Place(_entry(program, layout, tile), first_row, first_key, rows, columns)
     logits, slope = _logits(program, layout, scores, tile, at, turned=turned)
     logits = logits.reshape([(heads, spec.group_size, rows, columns)[axis] for axis in order])
-    apart = bias = None
-    if terms.tilted is not None:
+    apart, (slopes, bias) = None, terms
+    if slopes is not None:
         q_pos, k_pos = blocks.positions_of(layout, at)
         apart = jnp.abs(q_pos[:, None] - k_pos[None]).astype(jnp.float32)[None, None].transpose(order)
-        logits = logits - terms.tilted[tile].transpose(order) * apart
-    if terms.biases is not None:
-        bias = chunked_arrays.part(terms.biases, spec, heads, corner, rows, columns)
+        logits = logits - slopes[tile].transpose(order) * apart
+    if bias is not None:
+        bias = tiles.part(bias, spec, heads, corner, rows, columns)
         logits = logits + bias.astype(jnp.float32).transpose(order)
 
     def seen() -> Array:
         visible = blocks.visible(spec, layout, at)[None, None]
         if layout.mask is not None:
-            visible = visible & chunked_arrays.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
+            visible = visible & tiles.part(jnp.asarray(layout.mask), spec, heads, corner, rows, columns)
         if bias is not None:  # -inf hides a key as a mask does
             visible = visible & ~jnp.isneginf(bias)
         return jnp.asarray(visible).transpose(order)
@@ -209,7 +199,7 @@ def forward(
     queries = tiles.tile_queries(tiles.pack(_scaled_query(query, program), program), spec, heads, block_q)
     count = spec.batch * spec.num_kv_heads // heads
     rows = queries.shape[0] // count
-    learned = _Terms.of(terms, program, block_q, sizes.block_kv)
+    learned = _fitted(terms, program, block_q, sizes.block_kv)
     sunk = None if terms.sinks is None else tiles.tile_per_head(terms.sinks, program)
 
     def one_row(x: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -226,7 +216,7 @@ def forward(
             block = _block(program, layout, learned, scaled, corner, block_q, width)
             scores = block.logits
             if mixed:
-                bad = chunked_arrays.not_finite(k, v)
+                bad = tiles.not_finite(k, v)
                 v = jnp.where(bad[..., None], 0, v)
                 scores = jnp.where(block.seen(), jnp.where(bad[:, None, None], jnp.nan, scores), -jnp.inf)
             scores = scores.reshape(heads, group * block_q, width)
@@ -347,14 +337,14 @@ def backward(
     keys_transposed = keys.swapaxes(2, 3)
     count = spec.batch * spec.num_kv_heads // heads
     q_blocks, kv_blocks = tiled.queries.shape[0] // count, keys.shape[0] // count
-    learned, apart = _Terms.of(terms, program, block, block), (heads, block, group, block)
+    learned, apart = _fitted(terms, program, block, block), (heads, block, group, block)
 
     def one_column(carry: Any, x: tuple[Array, ...]) -> tuple[Any, tuple[list[Array], Any]]:
         d_queries, d_biases = carry
         tile, column, k, k_transposed, *stored_values = *x[:2], *(tiles.unpack(part, program) for part in x[2:])
         v = stored_values[0] if stored_values else k[..., : spec.value_head_dim]
         batch = _entry(program, layout, tile)
-        bad = chunked_arrays.not_finite(k, v)
+        bad = tiles.not_finite(k, v)
         clean = *(jnp.where(bad[..., None], 0, x) for x in (k, v)), jnp.where(bad[:, None], 0, k_transposed)
 
         def step(start: Array, width: int, carry: tuple[Any, ...], mixed: bool) -> tuple[Any, ...]:
@@ -374,7 +364,7 @@ def backward(
                 d_tilted -= (d_scores.reshape(apart) * part.apart).sum((1, 3))
             if d_biases is not None:
                 by_pair = d_scores.reshape(apart).transpose(0, 2, 3, 1)
-                d_biases = chunked_arrays.added(d_biases, by_pair, spec, corner)
+                d_biases = tiles.added(d_biases, by_pair, spec, corner)
             if part.slope is not None:
                 d_scores = d_scores * _where_visible(part.slope, mask)
             probs, d_scores = tiles.narrowed(probs, program), tiles.narrowed(d_scores * program.scale_scores, program)
@@ -394,7 +384,7 @@ def backward(
 
     nothing = (
         jnp.zeros((count * q_blocks, heads, spec.head_dim, group * block), jnp.float32),
-        None if learned.biases is None or "bias" not in requested else jnp.zeros(learned.biases.shape, jnp.float32),
+        None if learned[1] is None or "bias" not in requested else jnp.zeros(learned[1].shape, jnp.float32),
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
     (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)

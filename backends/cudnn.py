@@ -24,16 +24,7 @@ from .spec import AttentionSpec
 from .vendor_kernel import VendorKernel
 
 
-def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[str, Any]) -> Iterator[str]:
-    """Devices before Ampere, head dimensions by device, and combinations that JAX's source leaves open."""
-    yield from _device_reasons(target, mode)
-    yield from _shape_reasons(spec, target)
-    yield from _mask_reasons(spec)
-
-
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
-    """There is nothing to prepare, and there are no options."""
-
     def attend(
         query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k h"], terms: Terms
     ) -> Float[Array, "b t n h"]:
@@ -197,6 +188,8 @@ CUDNN = VendorKernel(
             "positions": "which masks by slot",
         },
     ),
-    reasons=_reasons,
+    reasons=lambda spec, target, mode, _: (
+        *_device_reasons(target, mode), *_shape_reasons(spec, target), *_mask_reasons(spec),
+    ),
     make=_plan,
 )  # fmt: skip

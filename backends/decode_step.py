@@ -25,11 +25,12 @@ from jaxtyping import Array, Bool, Float
 
 from . import standard
 from .contract import Plan, may_attend
+from .derivatives import traced_apart
 from .devices import Target
 from .kv_layout import turned
 from .layout import Layout
 from .manual_axes import varying
-from .operands import EitherArray, Terms
+from .operands import Terms
 from .spec import AttentionSpec
 
 SHORT_QUERY = 16
@@ -80,29 +81,24 @@ def _attend(
 
 def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout], Plan], target: Target) -> Plan:
     """``step(layout)`` of a problem of few queries. A program that differentiates it runs the plain formula instead."""
-    # JAX builds the tree of an argument from placeholders too, which are no arrays: lists and dicts take them.
-    leaves, tree = jax.tree.flatten(layout)
+    arrays, layout_of = traced_apart(layout)
 
-    def kernel(
-        leaves: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
-    ) -> Any:
-        return step(tree.unflatten(leaves)).attend(query, key, value, None, (), Terms(**learned))[0]
+    def kernel(traced: list[Array], learned: dict[str, Array], query: Array, key: Array, value: Array | None) -> Any:
+        return step(layout_of(traced)).attend(query, key, value, None, (), Terms(**learned))[0]
 
-    def plain(
-        leaves: list[EitherArray], learned: dict[str, Array], query: Array, key: Array, value: Array | None
-    ) -> Any:
-        made = turned(spec, lambda spec: standard.STANDARD.plan(spec, tree.unflatten(leaves), target=target))
+    def plain(traced: list[Array], learned: dict[str, Array], query: Array, key: Array, value: Array | None) -> Any:
+        made = turned(spec, lambda spec: standard.STANDARD.plan(spec, layout_of(traced), target=target))
         return made.attend(query, key, value, None, (), Terms(**learned))[0]
 
     run = jax.custom_vjp(kernel)
     run.defvjp(
-        lambda leaves, *operands: jax.vjp(functools.partial(plain, leaves), *operands),
+        lambda traced, *operands: jax.vjp(functools.partial(plain, traced), *operands),
         lambda pull, cotangents: (None, *pull(cotangents)),
     )
 
     def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
         learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
-        return run(leaves, learned, query, key, value)
+        return run(arrays, learned, query, key, value)
 
     return Plan.stateless(attend, ("gradients of so few queries are those of the plain formula, backend 'standard'.",))
 

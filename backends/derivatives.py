@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
 _NO_FORWARD_MODE = (
     "this backend has a gradient of its own, by kernels and loops that forward mode (jax.jvp, jax.jacfwd) and second "
@@ -25,6 +26,21 @@ def forward_mode_explained() -> Iterator[None]:
         if "forward-mode autodiff" in str(error):
             raise TypeError(_NO_FORWARD_MODE) from error
         raise
+
+
+def traced_apart(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+    """The JAX arrays of a tree, and the tree from such arrays. NumPy arrays stay in it, as constants of a program.
+
+    A function with a gradient of its own has to take what may be traced as an argument, and in a list: JAX builds the
+    tree of an argument from placeholders too, which are no arrays.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def restored(traced: list[Array]) -> Any:
+        rest = iter(traced)
+        return structure.unflatten([next(rest) if isinstance(x, jax.Array) else x for x in leaves])
+
+    return [x for x in leaves if isinstance(x, jax.Array)], restored
 
 
 def first_derivative(gradients: Callable[..., Any]) -> Callable[..., Any]:

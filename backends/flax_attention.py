@@ -59,8 +59,15 @@ def attention_fn(backend: str = "auto", **options: Any) -> Callable[..., Array]:
     >>> layer(jnp.ones((1, 4, 8)), is_causal=True).shape
     (1, 4, 8)
     """
-    _check_options(options)
-
+    if "return_log_sum_exp" in options:
+        raise ValueError(
+            "attention_fn does not take return_log_sum_exp: a flax layer projects the one array that its attention "
+            "function returns; call backends.attention between the layer's own projections."
+        )
+    if strange := sorted(set(options) - _OPTIONS):
+        raise ValueError(
+            f"attention_fn has no option {', '.join(strange)}; its options are {', '.join(sorted(_OPTIONS))}."
+        )
     return functools.partial(_attend, backend, options)  # which is pickled, as no inner function is
 
 
@@ -120,18 +127,6 @@ def _attend(
         **{**options, "is_causal": causal},
     )
     return out.reshape(*lead, *out.shape[-3:])
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    if "return_log_sum_exp" in options:
-        raise ValueError(
-            "attention_fn does not take return_log_sum_exp: a flax layer projects the one array that its attention "
-            "function returns; call backends.attention between the layer's own projections."
-        )
-    if strange := sorted(set(options) - _OPTIONS):
-        raise ValueError(
-            f"attention_fn has no option {', '.join(strange)}; its options are {', '.join(sorted(_OPTIONS))}."
-        )
 
 
 def _refuse(arguments: dict[str, Any], unknown: dict[str, Any]) -> None:

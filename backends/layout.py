@@ -308,6 +308,24 @@ def unseeing_rows(layout: Layout) -> Bool[Array, "#batch #q_len"] | None:
     return functools.reduce(jnp.logical_or, found) if found else None
 
 
+def first_slots(
+    ids: Int[EitherArray, "batch length"], wanted: Int[EitherArray, "batch wanted"]
+) -> tuple[Int[Array, "batch wanted"], Bool[Array, "batch wanted"]]:
+    """For each id in ``wanted``, the first slot of ``ids`` that holds it, and whether there is one.
+
+    The slot is a new name of the segment: it is small, counts upwards along the sequence, and is equal on both sides.
+    It is found by sorting: no array is quadratic in the length.
+    """
+
+    def one(ids: Array, wanted: Array) -> tuple[Array, Array]:
+        order = jnp.argsort(ids, stable=True)
+        sorted_ids = ids[order]
+        where = jnp.minimum(jnp.searchsorted(sorted_ids, wanted), ids.shape[0] - 1)
+        return order[where].astype(jnp.int32), sorted_ids[where] == wanted
+
+    return jax.vmap(one)(jnp.asarray(ids), jnp.asarray(wanted))
+
+
 def _without_plain_positions(layout: Layout, query: tuple[int, int], key: tuple[int, int]) -> Layout:
     """The layout without positions that are ``arange`` in every row, which is the default.
 

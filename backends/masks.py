@@ -27,12 +27,14 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from .scores import check_function
 
 MaskFunction = Callable[[Any, Any], Any]  # (query positions, key positions) -> whether the query may attend to the key
 
@@ -404,19 +406,8 @@ def _moved(position: Any, by: Any) -> Any:
 
 def check(function: Any) -> None:
     """Raise ValueError unless ``function`` is None or a mask function, which is tried on two queries and three keys."""
-    if function is None:
-        return
-    if not callable(function) or not isinstance(function, Hashable):
-        raise ValueError(  # noqa: TRY004 (one kind of error for every field of a spec)
-            f"mask_function={function!r} must be a hashable function of query and key positions, such as "
-            "masks.Causal() | masks.Prefix(16)."
-        )
-    try:
-        reason = _fault(function)
-    except TypeError:  # it has a hash by its type, but holds an array that has none
-        reason = _fault.__wrapped__(function)
-    if reason:
-        raise ValueError(f"mask_function={function!r} {reason}")
+    expected = "query and key positions, such as masks.Causal() | masks.Prefix(16)"
+    check_function("mask_function", function, expected, _fault)
 
 
 @functools.lru_cache(maxsize=64)

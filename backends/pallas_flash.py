@@ -29,12 +29,10 @@ _MODULE = "jax.experimental.pallas.ops.gpu.attention"
 # Lengths are padded to multiples of this. Blocks of 128 are the kernel's default; at head dim 256 they need more shared
 # memory than any GPU has, blocks of 64 do not (`attnsuite compile --backends pallas_flash`).
 _BLOCK = 128
-_LARGEST_HEAD_DIM = 256
 _PADDING = -1
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
-    """Prepare only the ids of the padding; there are no options."""
     length, ids = round_up(spec.query_length, _BLOCK), None
     if not spec.is_causal and length > spec.query_length:  # under a causal mask no token sees the padding behind it
         ids = padded(jnp.zeros((spec.batch, spec.query_length), jnp.int32), length, fill=_PADDING)
@@ -71,7 +69,7 @@ PALLAS_FLASH = VendorKernel(
     allowed=Takes(
         features=frozenset({"causal", "bidirectional", "scale", "positions", "grouped_queries"}),
         dtypes=("bfloat16", "float16"),
-        head_dims=range(1, _LARGEST_HEAD_DIM + 1),
+        head_dims=range(1, 257),
         because={
             "dtype": "whose products of float32 may be TF32",
             "gradient": (

@@ -91,11 +91,14 @@ def _partition(
     results: Dims,
     mesh: Mesh,
     arguments: Any,
-    _: Any,
+    _shapes: Any,
 ) -> tuple[Mesh, Callable[..., Any], Any, Any]:
     """What ``custom_partitioning`` asks for: the share's function, and the shardings of results and operands."""
-    query = getattr(arguments[0].sharding, "spec", PartitionSpec())  # of arrays from outside the mesh there is none
-    axes = {"b": _divided(mesh, _at(query, 0), spec.batch), "k": _divided(mesh, _at(query, 2), spec.num_kv_heads)}
+    query = getattr(arguments[0].sharding, "spec", ())  # of arrays from outside the mesh there is none
+    batch, _, heads, *_ = *query, None, None, None
+    # Axes that do not divide a dimension leave it whole: each device computes all of it.
+    axes = {"b": batch if spec.batch % _size(mesh, batch) == 0 else None}
+    axes["k"] = heads if spec.num_kv_heads % _size(mesh, heads) == 0 else None
     axes["n"] = axes["k"]
     parts = {name: _size(mesh, found) for name, found in axes.items()}
     share = dataclasses.replace(
@@ -113,15 +116,6 @@ def _partition(
             return compute(share, *operands)
 
     return mesh, compute_share, shardings(results), shardings(dims)
-
-
-def _at(spec: PartitionSpec, dimension: int) -> Any:
-    return spec[dimension] if dimension < len(spec) else None
-
-
-def _divided(mesh: Mesh, axes: Any, size: int) -> Any:
-    """The axes if they divide a dimension of ``size``; else None, and each device computes the whole dimension."""
-    return axes if size % _size(mesh, axes) == 0 else None
 
 
 def _size(mesh: Mesh, axes: Any) -> int:

@@ -59,9 +59,26 @@ def _reasons(spec: AttentionSpec, target: Target, mode: Mode, options: Mapping[s
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: dict[str, Any]) -> Plan:
     """Find the sequences. Options: see :data:`OPTIONS`. Raises ValueError for others, and for what does not fit."""
     sizes, notes = _sizes(spec, target, options)
+    alone = "A batch that is not of sequences with consecutive tokens is computed by chunked."
+    page = _page(spec.key_value_length // sizes.sequences)
 
-    def plan(bare: AttentionSpec, contiguous: Layout) -> Plan:
-        return _of_sequences(bare, contiguous, sizes, notes, target, mode)
+    def plan(spec: AttentionSpec, layout: Layout) -> Plan:
+        batch = _found(spec, layout, sizes.sequences)
+        careful = CHUNKED.plan(spec, layout, target=target)
+
+        def attend(
+            query: Float[Array, "b t n h"],
+            key: Float[Array, "b s k h"],
+            value: Float[Array, "b s k h"],
+            terms: Terms,
+        ) -> Float[Array, "b t n h"]:
+            return lax.cond(
+                batch.fits,
+                lambda: _attend(spec, batch, sizes, mode == "interpret", query, key, value),
+                lambda: careful.run(query, key, value)[0],
+            )
+
+        return Plan.stateless(attend, (alone, *notes), key_blocks=(page, page * sizes.pages_per_block))
 
     return kv_cache.gathered(spec, layout, plan) if kv_cache.is_cache(spec) else plan(spec, layout)
 
@@ -81,29 +98,6 @@ class _Batch(NamedTuple):
     starts: Int[Array, " sequences_plus_one"]  # rows
     real: Bool[Array, " rows"]  # rows that see a key
     fits: Bool[Array, ""]  # whether the kernel computes what the layout says
-
-
-def _of_sequences(
-    spec: AttentionSpec, layout: Layout, sizes: _Sizes, notes: tuple[str, ...], target: Target, mode: Mode
-) -> Plan:
-    batch = _found(spec, layout, sizes.sequences)
-    careful = CHUNKED.plan(spec, layout, target=target)
-
-    def attend(
-        query: Float[Array, "b t n h"],
-        key: Float[Array, "b s k h"],
-        value: Float[Array, "b s k h"],
-        terms: Terms,
-    ) -> Float[Array, "b t n h"]:
-        return lax.cond(
-            batch.fits,
-            lambda: _attend(spec, batch, sizes, mode == "interpret", query, key, value),
-            lambda: careful.run(query, key, value)[0],
-        )
-
-    alone = "A batch that is not of sequences with consecutive tokens is computed by chunked."
-    page = _page(spec.key_value_length // sizes.sequences)
-    return Plan.stateless(attend, (alone, *notes), key_blocks=(page, page * sizes.pages_per_block))
 
 
 def _found(spec: AttentionSpec, layout: Layout, sequences: int) -> _Batch:

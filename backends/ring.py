@@ -10,6 +10,7 @@ A sink (``sinks.py``) is one more part, which every device adds to its own rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,21 +20,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from . import sinks as of_sinks
-from .contract import NOTHING_SEEN, Part, PartBackend
+from .contract import NOTHING_SEEN, Part
 from .derivatives import NO_GRADIENT
 from .layout import Layout
 from .masks import Causal
 from .merging import Seen, put_together
 from .operands import NO_TERMS, EitherArray, Terms
 from .spec import AttentionSpec
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Axis:
-    """An axis of a mesh and its size."""
-
-    name: str
-    size: int
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +38,47 @@ class _Share:
     value: Float[Array, "b s k v"]
     positions: Int[EitherArray, "b s"] | None
     segment_ids: Int[EitherArray, "b s"] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of a mesh and its size. The methods run inside a ``shard_map`` over it."""
+
+    name: str
+    size: int
+
+    def pass_on(self, x: Any) -> Any:
+        """Each device's ``x`` on the next device."""
+        forth = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.name, forth), x)
+
+    def around(
+        self,
+        share: _Share,
+        specs: tuple[AttentionSpec, AttentionSpec],
+        compute: Callable[[Any, _Share, AttentionSpec], Any],
+        nothing: Callable[[Any], Any],
+        join: Callable[[Any, Any], Any],
+    ) -> Any:
+        """``compute(step, share, spec)`` of the own share, joined with that of each share that comes by.
+
+        ``specs`` are those of :func:`specs_of_parts`. If they differ, a share that came round the ring from behind is
+        hidden; ``nothing`` makes of what was found what such a share adds.
+        """
+        own, others = specs
+
+        def turn(step: Any, state: tuple[Any, _Share]) -> tuple[Any, _Share]:
+            found, share = state
+            following = self.pass_on(share)
+
+            def more() -> Any:
+                return compute(step, share, others)
+
+            hidden = own != others
+            added = lax.cond(step <= lax.axis_index(self.name), more, lambda: nothing(found)) if hidden else more()
+            return join(found, added), following
+
+        return lax.fori_loop(1, self.size, turn, (compute(0, share, own), self.pass_on(share)))[0]
 
 
 def by_position(spec: AttentionSpec) -> bool:
@@ -69,128 +103,79 @@ def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     return spec, spec
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ring:
-    """Attention of one device of ``axis``, from its own queries, keys and values. Runs inside a ``shard_map``.
+def attend(
+    part_of: Callable[[AttentionSpec, Layout], Part],
+    spec: AttentionSpec,
+    axis: Axis,
+    layout: Layout,
+    operands: tuple[Array, Array, Array],
+    terms: Terms = NO_TERMS,
+) -> Array:
+    """The output of this device's queries over the keys of all, and over the sinks of ``terms``; differentiable.
 
-    ``spec`` is the problem of one device's queries and one device's keys. ``planned`` holds the other arguments of the
-    backend's ``part`` (target, mode, options).
+    ``spec`` is the problem of one device's queries and one device's keys, ``part_of`` the backend's ``part``, and
+    ``operands`` are query, key and value. ``layout`` holds this device's tokens, but ``key_value_seq_lengths`` of the
+    whole sequences. Runs inside a ``shard_map`` over ``axis``.
     """
+    specs, (query, key, value) = specs_of_parts(spec), operands
+    if specs[0].has_positions:
+        sides = {"query_positions": spec.query_length, "key_value_positions": spec.key_value_length}
+        layout = with_positions(layout, axis.name, spec.batch, sides)
+    else:
+        layout = dataclasses.replace(layout, query_positions=None, key_value_positions=None)
 
-    backend: PartBackend
-    spec: AttentionSpec
-    axis: Axis
-    planned: Mapping[str, Any]
-
-    def attend(self, layout: Layout, query: Array, key: Array, value: Array, terms: Terms = NO_TERMS) -> Array:
-        """The output of this device's queries over the keys of all, and over the sinks of ``terms``; differentiable.
-
-        ``layout`` holds this device's tokens, but ``key_value_seq_lengths`` of the whole sequences.
-        """
-        layout = self._with_positions(layout)
-        share = _Share(key, value, layout.key_value_positions, layout.key_value_segment_ids)
-        rest = dataclasses.replace(layout, key_value_positions=None, key_value_segment_ids=None)
-
-        @jax.custom_vjp
-        def run(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> Array:
-            return self._forward(query, share, layout, sinks)[0].astype(query.dtype)
-
-        def forward(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> tuple[Array, Any]:
-            if not self.spec.needs_grad:
-                raise ValueError(NO_GRADIENT)
-            out, top, rest = self._forward(query, share, layout, sinks)
-            return out.astype(query.dtype), (query, share, layout, sinks, out, top, rest)
-
-        def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None, Array | None]:
-            query, share, layout, sinks, out, top, rest = residuals
-            d_query, d_key, d_value = self._backward(query, share, layout, (out, top, rest), d_out)
-            d_sinks = None if sinks is None else of_sinks.gradient(sinks, (out, top, rest), d_out)
-            return d_query, _Share(d_key, d_value, None, None), None, d_sinks
-
-        run.defvjp(forward, backward)
-        return run(query, share, rest, None if terms.sinks is None else jnp.asarray(terms.sinks))
-
-    def _forward(self, query: Array, share: _Share, layout: Layout, sinks: Array | None) -> Seen:
+    def seen_of(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> Seen:
         def compute(step: Any, share: _Share, spec: AttentionSpec) -> Seen:
-            return self._part(step, share, layout, spec).forward(query, share.key, share.value)
+            return part_of(spec, _seen_layout(axis, step, share, layout, spec)).forward(query, share.key, share.value)
 
-        def turn(step: Any, state: tuple[Seen, _Share]) -> tuple[Seen, _Share]:
-            seen, share = state
-            following = self._pass_on(share)
+        def nothing(seen: Seen) -> Seen:
             out, top, rest = seen
-            nothing = jnp.zeros_like(out), jnp.full_like(top, NOTHING_SEEN), jnp.zeros_like(rest)
-            more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
-            return put_together(seen, more), following
+            return jnp.zeros_like(out), jnp.full_like(top, NOTHING_SEEN), jnp.zeros_like(rest)
 
-        first = compute(0, share, self._local), self._pass_on(share)
-        seen = lax.fori_loop(1, self.axis.size, turn, first)[0]
+        seen = axis.around(share, specs, compute, nothing, put_together)
         return seen if sinks is None else put_together(seen, of_sinks.part(sinks, seen))
 
-    def _backward(
-        self, query: Array, share: _Share, layout: Layout, seen: Seen, d_out: Array
-    ) -> tuple[Array, Array, Array]:
+    @jax.custom_vjp
+    def run(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> Array:
+        return seen_of(query, share, layout, sinks)[0].astype(query.dtype)
+
+    def forward(query: Array, share: _Share, layout: Layout, sinks: Array | None) -> tuple[Array, Any]:
+        if not spec.needs_grad:
+            raise ValueError(NO_GRADIENT)
+        seen = seen_of(query, share, layout, sinks)
+        return seen[0].astype(query.dtype), (query, share, layout, sinks, seen)
+
+    def backward(residuals: Any, d_out: Array) -> tuple[Array, _Share, None, Array | None]:
+        query, share, layout, sinks, seen = residuals
+
         def compute(step: Any, share: _Share, spec: AttentionSpec) -> tuple[Array, Array, Array]:
-            part = self._part(step, share, layout, spec)
+            part = part_of(spec, _seen_layout(axis, step, share, layout, spec))
             return part.backward(query, share.key, share.value, *seen, d_out)
 
-        def turn(step: Any, state: tuple[tuple[Array, Array, Array], _Share]) -> Any:
-            (d_query, *d_share), share = state
-            following = self._pass_on(share)
-            gradients = d_query, *self._pass_on(d_share)  # to where their keys are now
-            nothing = jax.tree.map(jnp.zeros_like, gradients)
-            more = self._unless_behind(step, lambda: compute(step, share, self._others), nothing)
-            return jax.tree.map(jnp.add, gradients, more), following
+        def join(found: tuple[Array, Array, Array], more: tuple[Array, Array, Array]) -> Any:
+            d_query, *d_share = found
+            return jax.tree.map(jnp.add, (d_query, *axis.pass_on(d_share)), more)  # to where their keys are now
 
-        first = compute(0, share, self._local), self._pass_on(share)
-        (d_query, *d_share), _ = lax.fori_loop(1, self.axis.size, turn, first)
-        d_key, d_value = self._pass_on(d_share)
-        return d_query.astype(query.dtype), d_key.astype(query.dtype), d_value.astype(query.dtype)
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+        d_query, *d_share = axis.around(share, specs, compute, zeros, join)
+        d_query, d_key, d_value = (x.astype(query.dtype) for x in (d_query, *axis.pass_on(d_share)))
+        d_sinks = None if sinks is None else of_sinks.gradient(sinks, seen, d_out)
+        return d_query, _Share(d_key, d_value, None, None), None, d_sinks
 
-    @property
-    def _local(self) -> AttentionSpec:
-        return specs_of_parts(self.spec)[0]
+    run.defvjp(forward, backward)
+    share = _Share(key, value, layout.key_value_positions, layout.key_value_segment_ids)
+    rest = dataclasses.replace(layout, key_value_positions=None, key_value_segment_ids=None)
+    return run(query, share, rest, None if terms.sinks is None else jnp.asarray(terms.sinks))
 
-    @property
-    def _others(self) -> AttentionSpec:
-        return specs_of_parts(self.spec)[1]
 
-    def _here(self) -> Array:
-        """The device's index, computed where it is used: a gradient is traced after the call has returned."""
-        return lax.axis_index(self.axis.name)
-
-    def _pass_on(self, x: Any) -> Any:
-        size = self.axis.size
-        forth = [(i, (i + 1) % size) for i in range(size)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, forth), x)
-
-    def _unless_behind(self, step: Any, compute: Callable[[], Any], nothing: Any) -> Any:
-        """``compute()``; ``nothing`` where the share of ``step`` devices before came round the ring from behind."""
-        if self._local == self._others:
-            return compute()
-        return lax.cond(step <= self._here(), compute, lambda: nothing)
-
-    def _part(self, step: Any, share: _Share, layout: Layout, spec: AttentionSpec) -> Part:
-        """Attention to the share that is here after ``step`` steps."""
-        lengths = layout.key_value_seq_lengths
-        if lengths is not None:
-            before = (self._here() - step) % self.axis.size * spec.key_value_length
-            lengths = jnp.clip(lengths - before, 0, spec.key_value_length).astype(jnp.int32)
-        seen = Layout(
-            query_segment_ids=layout.query_segment_ids,
-            key_value_segment_ids=share.segment_ids,
-            query_positions=layout.query_positions,
-            key_value_positions=share.positions,
-            key_value_seq_lengths=lengths,
-        )
-        return self.backend.part(spec, seen, **self.planned)
-
-    def _with_positions(self, layout: Layout) -> Layout:
-        """The layout with this device's positions if the parts need them, else without positions."""
-        if not self._local.has_positions:
-            return dataclasses.replace(layout, query_positions=None, key_value_positions=None)
-
-        sides = {"query_positions": self.spec.query_length, "key_value_positions": self.spec.key_value_length}
-        return with_positions(layout, self.axis.name, self.spec.batch, sides)
+def _seen_layout(axis: Axis, step: Any, share: _Share, layout: Layout, spec: AttentionSpec) -> Layout:
+    """The layout of this device's queries and of the share that is here after ``step`` steps."""
+    lengths = layout.key_value_seq_lengths
+    if lengths is not None:
+        before = (lax.axis_index(axis.name) - step) % axis.size * spec.key_value_length
+        lengths = jnp.clip(lengths - before, 0, spec.key_value_length).astype(jnp.int32)
+    keys = {"key_value_positions": share.positions, "key_value_segment_ids": share.segment_ids}
+    return dataclasses.replace(layout, **keys, key_value_seq_lengths=lengths)
 
 
 def with_positions(layout: Layout, axis: str, batch: int, sides: Mapping[str, int]) -> Layout:

@@ -34,15 +34,22 @@ def check(function: Any) -> None:
     It has to be hashable, keep shape and dtype, give a finite score and derivative, and treat each score alone: blocks
     of scores would change what a maximum over keys, say, means. Masks are no business of a score function.
     """
+    expected = "(score, batch, head, query position, key position), such as one made by def outside of the step"
+    check_function("score_function", function, expected, _fault)
+
+
+def check_function(field: str, function: Any, expected: str, fault: Any) -> None:
+    """Raise ValueError unless ``function`` is None, or hashable and one in which the cached ``fault`` finds none."""
     if function is None:
         return
     if not callable(function) or not isinstance(function, Hashable):
-        raise ValueError(  # noqa: TRY004 (one kind of error for every field of a spec)
-            f"score_function={function!r} must be a hashable function of (score, batch, head, query position, key "
-            "position), such as one made by def outside of the step."
-        )
-    if reason := _fault(function):
-        raise ValueError(f"score_function={function!r} {reason}")
+        raise ValueError(f"{field}={function!r} must be a hashable function of {expected}.")  # noqa: TRY004 (as others)
+    try:
+        reason = fault(function)
+    except TypeError:  # it has a hash by its type, but holds an array that has none
+        reason = fault.__wrapped__(function)
+    if reason:
+        raise ValueError(f"{field}={function!r} {reason}")
 
 
 @functools.lru_cache(maxsize=64)

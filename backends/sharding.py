@@ -180,14 +180,10 @@ class Sharded:
         if reasons:
             return reasons
         share = self._share(spec)
+        added = " with positions of its own" if share.has_positions and not spec.has_positions else ""
         parts = ring.specs_of_parts(share) if self._in_ring else (share,)
-        return tuple(
-            dict.fromkeys(
-                f"{self._share_description(spec)}: {reason}"
-                for part in parts
-                for reason in support(self.backend, part, target, mode, options).reasons
-            )
-        )
+        found = (reason for part in parts for reason in support(self.backend, part, target, mode, options).reasons)
+        return tuple(dict.fromkeys(f"the share of one device{added}: {reason}" for reason in found))
 
     def plan(
         self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
@@ -197,7 +193,8 @@ class Sharded:
         native = self._self_sharded()
         if native is not None:
             return native.plan(spec, layout, **planned)
-        share, arrays, rows = self._share(spec), self._arrays(), self._rows(spec, layout)
+        share, arrays = self._share(spec), self._arrays()
+        rows = Layout(**{name: self._partition_spec(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
         carries = PartitionSpec(self.axes.data)
         keys = self._arrays(spec.kv_layout)
 
@@ -209,8 +206,8 @@ class Sharded:
             ) -> tuple[Any, Carry]:
                 if self.axes.context is not None and self._in_ring:
                     axis = ring.Axis(self.axes.context, self._size("context"))
-                    of_parts = cast("PartBackend", self.backend)
-                    return ring.Ring(of_parts, share, axis, planned).attend(layout, query, key, value, terms), carry
+                    part_of = functools.partial(cast("PartBackend", self.backend).part, **planned)
+                    return ring.attend(part_of, share, axis, layout, (query, key, value), terms), carry
                 if self.axes.context is not None:
                     if share.has_positions:
                         of_query = {"query_positions": share.query_length}
@@ -220,7 +217,8 @@ class Sharded:
                 return planned_here.run(query, key, value, terms=terms, layer=layer, carry=carry)
 
             operands: Any = (layout, query, key, value, carry, terms)
-            in_specs = (rows, arrays, keys, keys, carries, self._columns(terms))
+            of_terms = Terms(**{x.name: self._partition_spec(getattr(terms, x.name), x.axes) for x in OPERANDS})
+            in_specs = (rows, arrays, keys, keys, carries, of_terms)
             if AxisType.Explicit in self.mesh.axis_types:  # on which shard_map takes no array that is sharded otherwise
                 operands = self._resharded(operands, in_specs)
             run = jax.shard_map(  # jax.jit: JAX runs no gradient of ours in a shard_map operation by operation
@@ -301,10 +299,6 @@ class Sharded:
             has_positions=spec.has_positions or (context > 1 and not self._in_ring and ring.by_position(spec)),
         )
 
-    def _share_description(self, spec: AttentionSpec) -> str:
-        added = " with positions of its own" if self._share(spec).has_positions and not spec.has_positions else ""
-        return f"the share of one device{added}"
-
     def _resharded(self, operands: Any, specs: Any) -> Any:
         """The arrays, sharded by their specs, of which one may stand for a whole tree."""
 
@@ -316,16 +310,8 @@ class Sharded:
 
         return jax.tree.map(reshard, specs, operands, is_leaf=lambda x: x is None)
 
-    def _rows(self, spec: AttentionSpec, layout: Layout) -> Layout:
-        """The specs of a layout's arrays: divided by batch, heads and tokens; keys are whole unless in a ring."""
-        return Layout(**{name: self._partition_spec(getattr(layout, name), axes) for name, (_, axes) in ARRAYS.items()})
-
-    def _columns(self, terms: Terms) -> Terms:
-        """The spec of each term."""
-        return Terms(**{x.name: self._partition_spec(getattr(terms, x.name), x.axes) for x in OPERANDS})
-
     def _partition_spec(self, x: EitherArray | None, axes: Sequence[str]) -> Any:
-        """The PartitionSpec of an array by what its axes count; a dimension of one element is not divided."""
+        """Of an array, by what its axes count. Whole are keys, unless in a ring, and a dimension of one."""
         if x is None:
             return None
         at = {"batch": self.axes.data, "heads": self.axes.heads, "query": self.axes.context}

@@ -32,15 +32,16 @@ from .features import Mode, Options, Takes
 from .layout import Layout
 from .spec import AttentionSpec
 from .splash_blocks import TUNED_OPTION, SplashKernel, plan_of, read_blocks
-from .splash_mask import Masking, of_nothing
 from .splash_operands import (
     BLOCK_OPTIONS,
     DTYPES,
     FEATURES,
     Blocks,
+    Masking,
     default_precision,
     from_kernel,
     no_sinks,
+    of_nothing,
     reasons,
     rows_to_kernel,
     segment_ids,

@@ -20,11 +20,11 @@ from .features import Mode, Options
 from .layout import Layout
 from .operands import Terms
 from .spec import AttentionSpec
-from .splash_mask import Masking, visited_blocks
 from .splash_operands import (
     BLOCK_OPTIONS,
     LANES,
     Blocks,
+    Masking,
     blocks_of,
     default_precision,
     from_kernel,
@@ -35,6 +35,7 @@ from .splash_operands import (
     scaling_notes,
     segment_ids,
     to_kernel,
+    visited_blocks,
 )
 from .tunable import KernelWork
 from .vendor_kernel import VendorKernel, round_up

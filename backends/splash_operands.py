@@ -1,25 +1,29 @@
 """What a splash kernel leaves to its caller, for JAX's splash and tokamax's alike.
 
 Lengths are padded to whole blocks. The part of the mask that depends on data becomes segment ids. The heads of one
-query token become rows. A row that sees nothing gets an attention sink of its own, so that its output is zero. No
-kernel is imported here: JAX or tokamax may drop theirs.
+query token become rows. A row that sees nothing gets an attention sink of its own, so that its output is zero. What of
+the mask follows from slots alone is a :class:`Masking`, which both kernels sort into blocks. No kernel is imported
+here: JAX or tokamax may drop theirs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from . import blocks, masks
 from .contract import is_whole, may_attend
 from .devices import KIB, TPUS, Target
 from .features import BASIC_FEATURES, Feature, Mode, refusal
-from .layout import Layout
+from .layout import Layout, first_slots
 from .spec import AttentionSpec
 from .vendor_kernel import padded, round_up
 
@@ -122,7 +126,8 @@ def segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -
         seen = jnp.ones((1, keys), bool) if mask is None else mask[:, 0, 0]
         ids = jnp.zeros((spec.batch, lengths[0]), jnp.int32)
         keys_seen = jnp.broadcast_to(seen, (spec.batch, keys))
-        return SegmentIds(ids, _pad_ids(jnp.where(keys_seen, 0, _UNSEEN_KEY), lengths[1], _UNSEEN_KEY))
+        k = jnp.where(keys_seen, 0, jnp.int32(_UNSEEN_KEY))
+        return SegmentIds(ids, padded(k, lengths[1], fill=_UNSEEN_KEY))
     # Under a causal mask no row sees the padding behind the last key, if there are no more rows than keys.
     padding_shows = keys < lengths[1] and not (spec.is_causal and rows <= keys)
     if not (spec.has_segment_ids or spec.has_seq_lengths or padding_shows):
@@ -135,20 +140,12 @@ def segment_ids(spec: AttentionSpec, layout: Layout, lengths: tuple[int, int]) -
     if layout.key_value_seq_lengths is not None:
         slots = jnp.arange(keys, dtype=jnp.int32)[None, :]
         k = jnp.where(slots < layout.key_value_seq_lengths[:, None], k, _UNSEEN_KEY)
-    return SegmentIds(_pad_ids(q, lengths[0], _UNSEEING_QUERY), _pad_ids(k, lengths[1], _UNSEEN_KEY))
-
-
-def _pad_ids(ids: Int[Array, "b s"], length: int, fill: int) -> Int[Array, "b padded"]:
-    return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=fill)
+    return SegmentIds(padded(q, lengths[0], fill=_UNSEEING_QUERY), padded(k, lengths[1], fill=_UNSEEN_KEY))
 
 
 def rows_that_see(ids: SegmentIds, rows: int, *, causal: bool) -> Bool[Array, "b t"]:
-    """The rows that see any key, found by sorting: no array is quadratic in the length."""
-    order = jnp.argsort(ids.kv, axis=1, stable=True)  # keys of one id are in the order of their slots
-    ordered, wanted = jnp.take_along_axis(ids.kv, order, 1), ids.q[:, :rows]
-    at = jnp.minimum(jax.vmap(jnp.searchsorted)(ordered, wanted), ids.kv.shape[1] - 1)
-    first = jnp.take_along_axis(order, at, 1)
-    found = jnp.take_along_axis(ordered, at, 1) == wanted
+    """The rows that see any key."""
+    first, found = first_slots(ids.kv, ids.q[:, :rows])
     return found & (first <= jnp.arange(rows)) if causal else found
 
 
@@ -254,3 +251,60 @@ def reasons(name: str, spec: AttentionSpec, target: Target, mode: Mode, options:
         requested = f"an array of attention sinks with query_length=1 and {heads}"
         why = "whose rows are then the heads of a group and share one sink"
         yield refusal(name, requested, why, "more query tokens, or as many KV heads as heads")
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking:
+    """The visibility that follows from slots alone, known before there is data. Hashable: the key of the cache.
+
+    It has what a kernel asks of a mask. With ``q_sequence`` and ``mask_function`` the kernel computes the mask of a
+    mixed block by itself.
+    """
+
+    query_length: int
+    key_value_length: int
+    mask_function: masks.Mask | None = None
+
+    @staticmethod
+    def of(spec: AttentionSpec, query_length: int, key_value_length: int) -> Masking:
+        """The mask of ``spec`` over padded lengths."""
+        mask = None if spec.query_length == 1 else spec.positional_mask  # of one query all of it is in the segment ids
+        return Masking(query_length, key_value_length, mask)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Query and key slots."""
+        return self.query_length, self.key_value_length
+
+    @functools.cached_property
+    def q_sequence(self) -> np.ndarray:
+        """The query slots."""
+        return np.arange(self.query_length, dtype=np.int32)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "q k"]:
+        rows, columns = (np.arange(n, dtype=np.int32)[part] for n, part in zip(self.shape, index, strict=True))
+        assert self.mask_function is not None  # noqa: S101 (kernels have a mask of their own for all of them)
+        return self.mask_function(rows[:, None], columns[None, :])
+
+    @property
+    def hides_everything(self) -> bool:
+        """Whether no slot sees any; kernels cannot be made of such a mask."""
+        return visited_blocks(self, math.gcd(256, self.query_length), self.key_value_length) == 0
+
+
+def of_nothing(q: Array, k: Array, v: Array, ids: Any, sinks: Array) -> Array:
+    """In place of a kernel where :attr:`Masking.hides_everything`: zero for each row of one batch entry."""
+    return jnp.zeros((*q.shape[:2], v.shape[-1]), q.dtype)
+
+
+def visited_blocks(masking: Masking, block_q: int, block_kv: int) -> int:
+    """How many blocks of the score matrix have a visible pair, or nearly so where a mask has several conditions."""
+    queries, keys = (np.arange(n, dtype=np.int32) for n in (masking.query_length, masking.key_value_length))
+    q, k = queries[::block_q, None], keys[None, ::block_kv]
+    if masking.mask_function is None:
+        return q.size * k.size
+    seen = blocks.of_bounds(masking.mask_function, (q, q + (block_q - 1)), (k, k + (block_kv - 1)))
+    if seen is None:
+        real = (queries >= 0)[None], (keys >= 0)[None]
+        seen = blocks.on_blocks(masking.mask_function, queries[None], keys[None], *real, block_q, block_kv)
+    return int(np.broadcast_to(seen[0], (1, q.size, k.size)).sum())

@@ -1,10 +1,8 @@
 """Attention by the formula, in XLA: the scores are materialised.
 
 It is the baseline of every comparison, and its rounding error is the judge's yardstick. Memory grows with query length
-times key length. Gradients are JAX's own, of every kind and order. Runs on every platform and refuses nothing
-of the contract. NaN and infinity in slots behind the length, in padding and in other documents reach no row and no
-gradient that may not see them; from keys that only a causal mask, a window, positions or a mask array hides they may,
-as in ``jax.nn.dot_product_attention``.
+times key length. Gradients are JAX's own, of every kind and order. Runs on every platform and refuses nothing of the
+contract, which says where NaN stays out of rows (``contract.py``).
 """
 
 from __future__ import annotations
@@ -158,7 +156,8 @@ def without_unread(
     """
     if not (spec.has_segment_ids or spec.has_seq_lengths):
         return query, key, value, None
-    keys, rows = _at(unread_slots(spec, layout)), _at(unseeing_rows(layout))
+    hidden: tuple[Any, Any] = unread_slots(spec, layout), unseeing_rows(layout)
+    keys, rows = (x[..., None, None] for x in hidden)
     spoilt = None
     if spec.has_segment_ids:
         finite = [jnp.isfinite(x).all(-1, keepdims=True) for x in (query, key, value) if x is not None]
@@ -172,10 +171,6 @@ def without_unread(
     if spec.needs_grad:
         query, key = jnp.where(rows, 0, query), jnp.where(keys, 0, key)
     return query, key, value, spoilt
-
-
-def _at(x: Bool[Array, "b l"] | None) -> Any:
-    return None if x is None else x[..., None, None]
 
 
 def exponentials(

@@ -35,12 +35,16 @@ def support(
         takes = takes_of(backend, target, mode)
         spec = as_read(spec, takes)
         # The device first: on a wrong device the other reasons do not matter.
-        reasons = (*_backend_reasons(backend, spec, target, mode, options), *_refusals(backend.name, takes, spec, mode))
+        refuses: Any = getattr(backend, "refuses", lambda *_: ())
+        own = refuses(spec, target, mode, options)
+        reasons = (*((own,) if isinstance(own, str) else tuple(own)), *_refusals(backend.name, takes, spec, mode))
         if not all(isinstance(reason, str) for reason in reasons):
             raise TypeError(f"its reasons are not all sentences: {reasons!r}")  # noqa: TRY301 (as its other faults)
     except Exception as error:  # noqa: BLE001 (whatever a foreign backend raises is why it cannot be used)
         message = f"{type(error).__name__}: {error}"
-        reasons = (f"{_name(backend)} failed when asked what it takes ({message}), a fault of its own; {INSTEAD}.",)
+        given = getattr(backend, "name", None)
+        name = given if isinstance(given, str) else type(backend).__name__
+        reasons = (f"{name} failed when asked what it takes ({message}), a fault of its own; {INSTEAD}.",)
     return Support(reasons)
 
 
@@ -131,21 +135,6 @@ def _on_zeros(spec: AttentionSpec, layout: Layout, attend: Callable[..., Any]) -
         return attend(query, key, value, *rest)
 
     return on_zeros
-
-
-def _backend_reasons(
-    backend: Any, spec: AttentionSpec, target: Target, mode: Mode, options: Options
-) -> tuple[str, ...]:
-    """The backend's refusals beside its allow-list."""
-    if not hasattr(backend, "refuses"):
-        return ()
-    reasons = backend.refuses(spec, target, mode, options)
-    return (reasons,) if isinstance(reasons, str) else tuple(reasons)
-
-
-def _name(backend: Any) -> str:
-    name = getattr(backend, "name", None)
-    return name if isinstance(name, str) else type(backend).__name__
 
 
 def _refusals(name: str, takes: Takes, spec: AttentionSpec, mode: Mode) -> Iterator[str]:

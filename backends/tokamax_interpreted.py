@@ -9,12 +9,11 @@ The code of the kernels is tokamax's own, and its modules stay as they are.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import importlib.util
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from jax.experimental import pallas
@@ -32,18 +31,13 @@ def modules(*names: str) -> tuple[Any, ...]:
             raise ValueError(f"axis {axis} is not of the grid.")  # as pallas does; tokamax counts the axes so
         return ids.get()[axis]
 
-    @contextlib.contextmanager
-    def read(grid: tuple[int, ...]) -> Iterator[None]:
-        before = ids.set(tuple(map(pallas.program_id, range(len(grid)))))
-        try:
-            yield
-        finally:
-            ids.reset(before)
-
     def pallas_call(kernel: Callable[..., None], *arguments: Any, grid: tuple[int, ...], **named: Any) -> Any:
         def run(*refs: Any) -> None:
-            with read(grid):
+            before = ids.set(tuple(map(pallas.program_id, range(len(grid)))))
+            try:
                 kernel(*refs)
+            finally:
+                ids.reset(before)
 
         return block.pallas_call(run, *arguments, grid=grid, interpret=True, **named)
 

@@ -22,8 +22,7 @@ from jaxtyping import Array
 from . import tokamax_package
 from .features import Mode, Takes
 from .splash_blocks import TUNED_OPTION, SplashKernel, plan_of, read_blocks
-from .splash_mask import Masking, of_nothing
-from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, reasons
+from .splash_operands import BLOCK_OPTIONS, DTYPES, FEATURES, Blocks, Masking, of_nothing, reasons
 
 OPTIONS = BLOCK_OPTIONS | TUNED_OPTION
 

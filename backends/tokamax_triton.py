@@ -42,7 +42,6 @@ Ranges = tuple[Int[Array, "1 t"] | None, Int[Array, "1 t"] | None]  # per row: t
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
-    """Prepare only the ranges of keys."""
     # Keys behind the last query see no row under a causal mask, and the backward pass does not expect them.
     keys = min(spec.key_value_length, spec.query_length) if spec.is_causal else spec.key_value_length
     lengths = layout.key_value_seq_lengths
@@ -170,7 +169,6 @@ def _mask(spec: AttentionSpec, length: Int[Array, ""] | None) -> Bool[Array, "1 
 
 
 def _kernels(interpret: bool) -> tuple[Any, Any]:
-    """The modules of the forward and of the backward kernel."""
     if interpret:
         from . import tokamax_interpreted  # noqa: PLC0415 (imports tokamax, which may be missing)
 

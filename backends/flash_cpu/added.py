@@ -28,9 +28,8 @@ from .emit import Function, Value, Variable, f32, i1, i8, i16, i32, i64, ptr, ve
 from .expression import Expression
 from .handler import Dims, Operand, State
 from .isa import Isa
-from .softmax import HIDDEN
+from .softmax import HIDDEN, LOG2_E
 
-_LOG2_E = math.log2(math.e)
 # A finite bias hides nothing: below this (far below any logit) it is raised to it.
 _LEAST = HIDDEN * 0.4
 
@@ -146,7 +145,7 @@ class Added:
                 if self.arrays.alibi:
                     of_batch = batch // (dims["B"] // dims["A"]) * dims["N"]
                     slope = self.state.pointer(s, "data:alibi").at(of_batch + h, 4).load(f32)
-                    to.at(self._at["slope"]).at(i, 4).store(slope * -_LOG2_E)
+                    to.at(self._at["slope"]).at(i, 4).store(slope * -LOG2_E)
                     self.distances(to).at(i, 4).store(e.const(f32, 0.0))
                 if self.arrays.needs_positions:
                     place = batch // (dims["B"] // dims["C"]) * dims["T"] + t
@@ -230,7 +229,7 @@ class Added:
         code = self.arrays.score
         assert code is not None  # noqa: S101 (asked by kernels with a score function)
         found, slope = expression.emit(e, self.isa, code, *arguments)
-        return found * _LOG2_E, slope
+        return found * LOG2_E, slope
 
     def modified(
         self, e: Function, score: Value, power: Value | float, rows_: Value, v: int, position: Value
@@ -251,7 +250,7 @@ class Added:
             size = elements.SIZE[self.arrays.bias]
             place = self._vector_at(e, s, dims, "bias", rows_, row, first, (size, i32 if size == 4 else i16), rest)
             x = elements.load(e, place(), self.arrays.bias, lanes)
-            raised = e.select(x < _LEAST / _LOG2_E, e.const(type_, _LEAST), x * _LOG2_E)
+            raised = e.select(x < _LEAST / LOG2_E, e.const(type_, _LEAST), x * LOG2_E)
             x = e.select(x.equals(-math.inf), x, raised)
         if self.arrays.mask:
             place = self._vector_at(e, s, dims, "mask", rows_, row, first, (1, i8), rest)
@@ -335,8 +334,7 @@ class Added:
             with e.loop(*keys) as k:
                 apart = self._distance(e, rows_, g + q, positions.at(k, 4))
                 total.set(e.fma(slopes.at(k * self.queries + q, 4).load(type_), apart, total()))
-            place = self.distances(rows_).at(g + q, 4)
-            place.store(place.load(type_) + total())
+            self.distances(rows_).at(g + q, 4).add(total())
 
     def _add_to_bias(
         self, e: Function, s: Value, rows_: Value, g: Value, slot: Value, keys: tuple[Value, Value], slopes: Value
@@ -355,13 +353,11 @@ class Added:
                 target, source = self._row(s, "data:d_bias", "bias", rows_, g + q + i, 4), square.at(i * lanes, 4)
 
                 def whole(target: Value = target, source: Value = source) -> None:
-                    place = target.at(first, 4)
-                    place.store(place.load(type_) + source.load(type_))
+                    target.at(first, 4).add(source.load(type_))
 
                 def one_by_one(target: Value = target, source: Value = source) -> None:
                     with e.loop(0, e.min(dims["S"] - first, lanes)) as j:
-                        place = target.at((first + j) % dims["BS"], 4)
-                        place.store(place.load(f32) + source.at(j, 4).load(f32))
+                        target.at((first + j) % dims["BS"], 4).add(source.at(j, 4).load(f32))
 
                 e.either(self._is_whole(dims, "bias", first), whole, one_by_one)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
@@ -33,7 +32,7 @@ from ..contract import (
     check_options,
     positions,
 )
-from ..derivatives import NO_GRADIENT, first_derivative
+from ..derivatives import NO_GRADIENT, first_derivative, traced_apart
 from ..devices import Target
 from ..features import ALL_FEATURES, DTYPES, KV_LAYOUTS, Mode, Options, Takes
 from ..kv_layout import turned
@@ -48,11 +47,11 @@ from .decode_buffers import BLOCK_KEYS as DECODE_KEYS
 from .expression import UnsupportedError
 from .forward import BLOCK_KEYS, UNSEEN_TOP
 from .isa import AVX512, KNOWN, Isa
+from .softmax import LOG2_E
 from .visibility import Visibility, pairs, visibility, without
 
-_LOG2_E = math.log2(math.e)
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
-_LOG2_E_LOW = _LOG2_E - _LOG2_E_HIGH
+_LOG2_E_LOW = LOG2_E - _LOG2_E_HIGH
 _MOST_LOST = 64.0
 # Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. If every
 # row has one key with nearly all of its weight, the rounding of rowsum(dO * O) is larger than the slopes.
@@ -126,11 +125,7 @@ class FlashCpu:
             return turned(spec, lambda spec: self.plan(spec, layout, **how))
         if cached and not by_decode:
             return kv_cache.gathered(spec, layout, functools.partial(self.plan, **how))
-        if (
-            spec.needs_grad
-            and not checked["batch_invariant"]
-            and min(spec.query_length, spec.key_value_length) <= SHORT
-        ):
+        if spec.needs_grad and decodes and min(spec.query_length, spec.key_value_length) <= SHORT:
             short = STANDARD.plan(spec, layout, target=target)
             return dataclasses.replace(short, notes=(*short.notes, _SHORT_NOTE))
         seen = visibility(spec, layout)
@@ -140,7 +135,8 @@ class FlashCpu:
                 spec, lambda spec: _decoding(Calls(spec, _isa(checked["isa"], spec)), layout, seen, operands)
             )
         calls = Calls(spec, _isa(checked["isa"], spec), whole=checked["batch_invariant"])
-        differentiable, traced = _differentiable(calls, seen)
+        traced, seen_of = traced_apart(seen)
+        differentiable = _differentiable(calls, seen_of)
 
         def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
             return differentiable(query, key, _values(spec, key, value), _sunk(terms), operands(terms), traced)
@@ -254,16 +250,16 @@ def natural(top: Array, total: Array) -> tuple[Array, Array]:
     The new ``top`` is an integer. Its product with the high part of log2(e) is exact, so ``rest`` keeps the low bits
     that a quotient of the size of the logits would round away.
     """
-    whole = jnp.round(top / _LOG2_E)
-    return whole, jnp.log(total) + ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / _LOG2_E
+    whole = jnp.round(top / LOG2_E)
+    return whole, jnp.log(total) + ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / LOG2_E
 
 
 def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
     """The inverse: a power of two and a sum for the kernel, from an integer ``top`` and ``rest``."""
-    power = top * _LOG2_E
+    power = top * LOG2_E
     lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
     # Of a sink above 1e9 more is lost than an exponential holds; that is less than the sink's own rounding error.
-    return power, jnp.exp(rest + jnp.clip(lost / _LOG2_E, -_MOST_LOST, _MOST_LOST))
+    return power, jnp.exp(rest + jnp.clip(lost / LOG2_E, -_MOST_LOST, _MOST_LOST))
 
 
 def _checked(options: Options) -> dict[str, Any]:
@@ -291,14 +287,11 @@ def _float32_gradients(spec: AttentionSpec) -> bool:
     return spec.needs_grad and (spec.has_bias or spec.has_alibi)
 
 
-def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any], Visibility | None]:
-    """The attention with its own gradient, and the value to pass as its last argument.
+def _differentiable(calls: Calls, seen_of: Callable[[list[Array]], Visibility]) -> Callable[..., Any]:
+    """The attention with its own gradient.
 
-    The arguments before it are the sinks and the operands of ``added.py``.
-
-    The numbers of a static mask are constants of the program. Traced ones have to be arguments.
+    Behind query, key and value it takes the sinks, the operands of ``added.py``, and the traced arrays of the mask.
     """
-    static = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(seen))
     unrounded = dataclasses.replace(calls, float32_results=True)
 
     def compute(
@@ -308,11 +301,11 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
         value: Array,
         sunk: Array | None,
         extra: dict[str, Array],
-        traced: Visibility | None,
+        traced: list[Array],
     ) -> tuple[Seen, Array | None]:
         """Output and a kernel's two numbers; with sinks a float32 output, and which rows see no key."""
         by = calls if sunk is None else unrounded
-        return _with_sinks(sunk, by.forward(query, key, value, traced or seen, extra))
+        return _with_sinks(sunk, by.forward(query, key, value, seen_of(traced), extra))
 
     @jax.custom_vjp
     def attend(*operands: Any) -> Any:
@@ -346,16 +339,15 @@ def _differentiable(calls: Calls, seen: Visibility) -> tuple[Callable[..., Any],
             d_lse = jnp.zeros_like(top) if d_lse is None else jnp.where(spoilt, 0, d_lse)
             d_sinks = sinks.gradient(sunk, (out, *natural(top, jnp.where(spoilt, 1, total))), d_out, d_lse)
             top = jnp.where(unseen, UNSEEN_TOP, top)
-        operands = query, key, value, traced or seen, out, top, total, d_out, d_lse, extra
+        operands = query, key, value, seen_of(traced), out, top, total, d_out, d_lse, extra
         found = first_derivative(functools.partial(calls.backward, learned=learned))(*operands)
-        of_extra: dict[str, Array | None] = dict.fromkeys(extra)
-        of_extra.update(
-            {n: x.reshape(extra[n].shape).astype(extra[n].dtype) for n, x in zip(learned, found[3:], strict=True)}
-        )
-        return *found[:3], d_sinks, of_extra, None
+        of_learned = {
+            n: x.reshape(extra[n].shape).astype(extra[n].dtype) for n, x in zip(learned, found[3:], strict=True)
+        }
+        return *found[:3], d_sinks, dict.fromkeys(extra) | of_learned, None
 
     attend.defvjp(forward, backward, symbolic_zeros=True)
-    return attend, None if static else seen
+    return attend
 
 
 FLASH_CPU = FlashCpu()

@@ -195,7 +195,6 @@ def emit_add(module: ir.Module, buffers: Buffers, state: State, write: ir.Functi
         whole = buffers.gradient_bytes(dims)
         first: Value = state.pointer(s, "shared").at(head * parts * whole).at(n * tile, 4)
         with e.loop(1, parts) as p, e.loop(0, tile, buffers.isa.lanes) as d:
-            place = first.at(d, 4)
-            place.store(place.load(type_) + first.at(p * whole).at(d, 4).load(type_))
+            first.at(d, 4).add(first.at(p * whole).at(d, 4).load(type_))
         e.run(write, s, w, first, head, n)
     return e.function

@@ -39,8 +39,6 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
     numbers = emit_row_numbers(module, isa, state)
     with Function(module, "load_tile", [ptr, ptr, ptr, i64, i64]) as (e, (s, w, tile, head, index)):
         dims = state.dims(s)
-        heads = dims["N"]
-        group, batch = heads // dims["K"], head // dims["K"]
         start, count = buffers.rows_of(e, dims, index)
         pointer = {x: state.pointer(s, f"data:{x}") for x in ("query", "d_out", "out", "top", "total", "d_lse")}
         per_query = tile.at(at["numbers"])
@@ -51,8 +49,7 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
         e.run(fill, targets[1], n * value_terms, e.const(f32, 0.0))
         for name, number in ((TOP, UNSEEN_TOP), (INVERSE, 1.0), (DELTA, 0.0), (LIMIT, NEVER), (D_LSE, 0.0)):
             e.run(fill, per_query.at(name * n, 4), n, e.const(f32, number))
-        of_head = batch, head % dims["K"], group, dims["T"], heads
-        with rows.each_query(e, (start, count), *of_head) as (i, place):
+        with rows.each_query(e, dims, head, start, count) as (i, place):
             top, total = (pointer[x].at(place, 4).load(f32) for x in ("top", "total"))
             with e.when((top < UNSEEN_TOP / 2) & total.equals(total)):
                 out, d_out = (pointer[x].at(place * kernel.value_head_dim, size) for x in ("out", "d_out"))
@@ -70,7 +67,7 @@ def emit_load_tile(module: ir.Module, buffers: Buffers, state: State) -> ir.Func
         for join, plain, target in zip(joins, targets, joined, strict=False):
             e.run(join, plain, target, n)
         first, last, query_id = (per_query.at(x * n, 4) for x in (FIRST, LAST, QUERY_ID))
-        e.run(numbers, s, batch, start, count, n, first, last, query_id, tile.at(at["bounds"]))
+        e.run(numbers, s, head // dims["K"], start, count, n, first, last, query_id, tile.at(at["bounds"]))
         masking.query_bounds(e, first, last, query_id, count, tile.at(at["whole"]))
     return e.function
 
@@ -93,7 +90,6 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
     finite = [rows.finite(module, isa, f"finite_{name}", kernel.dtype, depth) for name, depth, *_ in sides]
     join = rows.join(module, isa, "join_keys", buffers.width) if pack == 2 else None
     turn = rows.transpose(module, isa, "turn_keys", BLOCK_KEYS // 2, buffers.width) if isa.tiles else None
-    rows.fill(module, isa)
     with Function(module, "load_block", [ptr, ptr, i64, i64]) as (e, (s, w, head, start)):
         dims = state.dims(s)
         length, heads = dims["S"], dims["K"]
@@ -112,7 +108,7 @@ def emit_load_block(module: ir.Module, buffers: Buffers, state: State) -> ir.Fun
             for test, source in zip(finite, sources, strict=True):
                 whole = whole & e.run(test, source)
             for (side, _, terms, copy), source in zip(sides, sources, strict=True):
-                rows.copy_or_zeros(e, whole, copy, source, w.at(at[side]).at(j * terms, 4), terms)
+                rows.copy_or_zeros(e, isa, whole, copy, source, w.at(at[side]).at(j * terms, 4), terms)
         if join is not None:
             e.run(join, w.at(at["key"]), w.at(at["key_joined" if turn is None else "plain"]), BLOCK_KEYS)
         if turn is not None:
@@ -152,14 +148,12 @@ def emit_write(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     turn = rows.transpose(module, isa, "transpose_d_query", width, buffers.rows) if isa.tiles else None
     with Function(module, "write", [ptr, ptr, ptr, i64, i64]) as (e, (s, w, source, head, tile)):
         dims = state.dims(s)
-        heads, kv_heads = dims["N"], dims["K"]
-        of_head = head // kv_heads, head % kv_heads, heads // kv_heads, dims["T"], heads
         scale = state.pointer(s, "data:numbers").at(GRADIENT_SCALE).load(f32)
         plain = source
         if turn is not None:
             plain = w.at(buffers.block[0]["plain"])
             e.run(turn, source, plain)
-        with rows.each_query(e, buffers.rows_of(e, dims, tile), *of_head) as (i, place):
+        with rows.each_query(e, dims, head, *buffers.rows_of(e, dims, tile)) as (i, place):
             target = state.pointer(s, "data:d_query").at(place * kernel.head_dim, size)
             e.run(write_row, plain.at(i * width, 4), target, scale)
     return e.function
@@ -170,10 +164,9 @@ def emit_write_slopes(module: ir.Module, buffers: Buffers, state: State) -> ir.F
     extra = Added(buffers.isa, buffers.kernel.arrays, state, buffers.rows)
     with Function(module, "write_slopes", [ptr, ptr] + [i64] * 3) as (e, (s, rows_, head, tile, part)):
         dims = state.dims(s)
-        kv_heads, start = dims["K"], tile * buffers.rows
-        group = dims["N"] // kv_heads
-        with e.loop(0, e.min(dims["T"] * group - start, buffers.rows)) as i:
-            place = rows.query_place(e, start + i, head // kv_heads, head % kv_heads, group, dims["T"], dims["N"])
+        start, count = buffers.rows_of(e, dims, tile)
+        with e.loop(0, count) as i:
+            place = rows.query_place(dims, head, start + i)
             target = state.pointer(s, "data:d_slope").at(place * dims["P"] + part, 4)
             target.store(extra.distances(rows_).at(i, 4).load(f32))
     return e.function

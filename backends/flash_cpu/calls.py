@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,11 +22,11 @@ from .decode_buffers import BLOCK_KEYS, MOST_ROWS, MOST_ROWS_PER_TILE, DecodeKer
 from .expression import Expression
 from .forward import Kernel
 from .isa import Isa
+from .softmax import LOG2_E
 from .visibility import Visibility, by_interval
 
 _NOTHING: Mapping[str, Any] = {}
 
-_LOG2_E = math.log2(math.e)
 
 # The decode kernel: the most query tokens, the fewest keys per range, and about how many items per thread.
 DECODE_QUERIES = 16
@@ -68,7 +67,7 @@ class Calls:
         Of operations, not a constant: a program for ``custom_partitioning`` has none.
         """
         scale, cap = self.spec.softmax_scale, self.spec.logits_soft_cap or 1.0
-        factors = (scale * _LOG2_E, scale / cap, cap * _LOG2_E, scale)
+        factors = (scale * LOG2_E, scale / cap, cap * LOG2_E, scale)
         return jnp.concatenate([jnp.full(1, factor, jnp.float32) for factor in factors])
 
     def call(

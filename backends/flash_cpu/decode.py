@@ -32,10 +32,9 @@ from llvmlite import ir
 
 from . import added, elements, rows
 from .added import Added
-from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, tiles
+from .decode_buffers import BLOCK_KEYS, MOST_ROWS, WEIGHED_KEYS, Buffers, DecodeKernel, Side, moved, tiles
 from .decode_parts import emit_add, emit_read, emit_score, emit_see, emit_soften, emit_weigh, emit_widen, exp2_scalar
-from .decode_slots import Side, moved
-from .emit import Function, Value, f32, i32, i64, ptr, vector
+from .emit import Function, Value, Variable, f32, i32, i64, ptr, vector
 from .forward import UNSEEN_TOP, fits
 from .handler import Dims, Phase, Signature, State
 from .isa import Isa
@@ -220,15 +219,12 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
     top_at, total_at = buffers.value_width, buffers.value_width + 1
     with Function(module, "join_item", [ptr, ptr, i64]) as (e, (s, _, head)):
         dims = state.dims(s)
-        heads, ranges = dims["N"], dims["P"]
-        group = heads // dims["K"]
+        ranges = dims["P"]
         whole = buffers.padded_rows(dims) * buffers.partial
         first = state.pointer(s, "shared").at(head * ranges * whole, 4)
-        with e.loop(0, dims["T"] * group) as r:
+        with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
             row = first.at(r * buffers.partial, 4)
-            top = e.variable(e.const(f32, HIDDEN))
-            with e.loop(0, ranges) as p:
-                top.set(e.max(row.at(p * whole + top_at, 4).load(f32), top()))
+            top = _highest(e, row.at(top_at, 4), ranges, whole)
             total = e.variable(e.const(f32, 0.0))
             with e.loop(0, ranges) as p:
                 part = row.at(p * whole, 4)
@@ -240,7 +236,7 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                     with e.when(p > 0):
                         before.set(row.at(d, 4).load(type_))
                     row.at(d, 4).store(x + before())
-            place = rows.query_place(e, r, head // dims["K"], head % dims["K"], group, dims["T"], heads)
+            place = rows.query_place(dims, head, r)
             if buffers.halves_values:
                 with e.loop(0, buffers.value_width, 2 * isa.lanes) as d:
                     rows.halve(e, isa, row.at(d, 4), back=True)
@@ -255,6 +251,14 @@ def _emit_join(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                 state.pointer(s, "data:total").at(place, 4).store(e.select(unseen, e.const(f32, 1.0), total() + lost))
             e.run(write, row, state.pointer(s, "data:out").at(place * kernel.value_head_dim, size), factor)
     return e.function
+
+
+def _highest(e: Function, place: Value, count: Value, stride: Value) -> Variable:
+    """Of ``count`` numbers; HIDDEN is the least."""
+    top = e.variable(e.const(f32, HIDDEN))
+    with e.loop(0, count) as n:
+        top.set(e.max(place.at(n * stride, 4).load(f32), top()))
+    return top
 
 
 def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function:
@@ -277,9 +281,7 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
             mass.at(u, 4).store(e.const(f32, 0.0))
         with e.loop(0, dims["T"] * (dims["N"] // dims["K"])) as r:
             row = first.at(r * buffers.partial, 4)
-            top = e.variable(e.const(f32, HIDDEN))
-            with e.loop(0, units) as u:
-                top.set(e.max(row.at(u * whole + top_at, 4).load(f32), top()))
+            top = _highest(e, row.at(top_at, 4), units, whole)
             total = e.variable(e.const(f32, 0.0))
             with e.loop(0, units) as u:
                 place = row.at(u * whole + total_at, 4)
@@ -290,6 +292,5 @@ def _emit_pool(module: ir.Module, buffers: Buffers, state: State) -> ir.Function
                 total.set(total() + share)
             factor = e.select(total().equals(0.0), e.const(f32, 0.0), e.const(f32, 1.0) / total())
             with e.loop(0, units) as u:
-                place = mass.at(u, 4)
-                place.store(place.load(f32) + row.at(u * whole + total_at, 4).load(f32) * factor)
+                mass.at(u, 4).add(row.at(u * whole + total_at, 4).load(f32) * factor)
     return e.function

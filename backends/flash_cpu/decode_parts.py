@@ -9,7 +9,7 @@ import math
 
 from llvmlite import ir
 
-from . import decode_slots, elements, rows
+from . import decode_buffers, elements, rows
 from .added import Added
 from .decode_buffers import BLOCK_KEYS, Buffers, DecodeKernel, Rows
 from .emit import Function, Value, f32, i32, i64, ptr, vector
@@ -28,8 +28,7 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State, added: Added | 
     size, more = elements.SIZE[kernel.dtype], None if added is None else added.emit_rows(module)
     with Function(module, "read", [ptr, ptr, ptr, i64]) as (e, (s, w, partial, head)):
         dims = state.dims(s)
-        heads = dims["N"]
-        group, batch = heads // dims["K"], head // dims["K"]
+        group, batch = dims["N"] // dims["K"], head // dims["K"]
         padded, count = buffers.padded_rows(dims), dims["T"] * group
         row = Rows(buffers, w)
         layout = batch // (dims["B"] // dims["C"]) * dims["T"]
@@ -38,7 +37,7 @@ def emit_read(module: ir.Module, buffers: Buffers, state: State, added: Added | 
         with e.loop(0, padded) as r:
             partial.at(r * buffers.partial + buffers.value_width, 4).store(e.const(f32, HIDDEN))
         with e.loop(0, count) as r:
-            place = rows.query_place(e, r, batch, head % dims["K"], group, dims["T"], heads)
+            place = rows.query_place(dims, head, r)
             e.run(copy, state.pointer(s, "data:query").at(place * kernel.head_dim, size), row.query(r))
             if buffers.halves_keys:
                 with e.loop(0, buffers.width, 2 * isa.lanes) as d:
@@ -118,8 +117,8 @@ def emit_add(module: ir.Module, buffers: Buffers, added: Added) -> ir.Function:
 def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     """``score(workspace, keys, step, ahead, ahead_step, rows, count)``: the products of a block of ``count`` keys.
 
-    ``keys`` and ``ahead`` are blocks of slots (``decode_slots.py``). Behind the arguments come the keys' scales and the
-    bytes from one to the next, if they have some.
+    ``keys`` and ``ahead`` are blocks of slots (``decode_buffers.types``). Behind the arguments come the keys' scales
+    and the bytes from one to the next, if they have some.
 
     Meanwhile what is needed next is fetched, row by row from ``ahead`` on. Each key meets a tile of rows; a few keys'
     sums are added across lanes together. Behind the last key the last one is taken again. What a row does not see is
@@ -128,7 +127,7 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
     copy = _copy(module, buffers, "copy_key", kernel.head_dim) if buffers.widens_keys else None
     dtype = "float32" if buffers.widens_keys else kernel.stored
-    block = decode_slots.types(kernel)
+    block = decode_buffers.types(kernel)
     scaled = [*block, i64] if kernel.kv_dtype else []
     size, type_ = elements.SIZE[dtype], vector(f32, isa.lanes)
     at_once, tile, vectors = isa.value_vectors, kernel.rows_per_tile, math.gcd(width // isa.lanes, 4)
@@ -139,7 +138,7 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
         row = Rows(buffers, w)
         with e.loop(0, count, at_once) as first:
             slots = [e.min(first + j, count - 1) for j in range(at_once)]
-            sources = [decode_slots.place(kernel, keys, slot, step) for slot in slots]
+            sources = [decode_buffers.place(kernel, keys, slot, step) for slot in slots]
             if copy is not None:
                 for j, (slot, source) in enumerate(zip(slots, sources, strict=True)):
                     e.run(copy, source, w.at(j * width, 4), *_factor(kernel, slot, scales))
@@ -147,7 +146,7 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
             with e.loop(0, padded, tile) as r:
                 sums = [[e.variable(e.const(type_, 0.0)) for _ in sources] for _ in range(tile)]
                 for j, source in enumerate(sources):
-                    fetched = decode_slots.place(kernel, ahead, first + j, ahead_step)
+                    fetched = decode_buffers.place(kernel, ahead, first + j, ahead_step)
                     with e.loop(0, width, vectors * isa.lanes) as d:
                         stored = elements.SIZE[kernel.stored]
                         e.prefetch(fetched.at(d, stored), vectors * isa.lanes * stored)
@@ -178,7 +177,7 @@ def _copy(module: ir.Module, buffers: Buffers, name: str, width: int) -> ir.Func
 
 def _factor(kernel: DecodeKernel, slot: Value, scales: list[Value]) -> list[Value]:
     """The scale of a slot of a block, if there are scales: those of the block, and the bytes from one to the next."""
-    return [decode_slots.place(kernel, scales[:-1], slot, scales[-1]).load(f32)] if scales else []
+    return [decode_buffers.place(kernel, scales[:-1], slot, scales[-1]).load(f32)] if scales else []
 
 
 def _across(e: Function, vectors: list[Value]) -> Value:
@@ -260,19 +259,18 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
     isa, kernel = buffers.isa, buffers.kernel
     type_ = vector(f32, isa.lanes)
     dtype = "float32" if buffers.widens_values else kernel.stored
-    name, block = f"weigh_{count}_{vectors}", decode_slots.types(kernel)
+    name, block = f"weigh_{count}_{vectors}", decode_buffers.types(kernel)
     of_values = [ptr] if buffers.widens_values else block
     with Function(module, name, [ptr, i64, *of_values, i64, *block, i64, ptr, i64, i64]) as (e, (w, r, *arguments)):
         n = len(of_values)
         values, step, (*ahead, ahead_step, out, first, last) = arguments[:n], arguments[n], arguments[n + 1 :]
         row, flags = Rows(buffers, w), w.at(buffers.flags)
-        targets = [[out.at(i * buffers.partial + j * isa.lanes, 4) for j in range(vectors)] for i in range(count)]
-        sums = [[e.variable(e.const(type_, 0.0)) for _ in line] for line in targets]
+        sums = [[e.variable(e.const(type_, 0.0)) for _ in range(vectors)] for _ in range(count)]
         weights = [row.scores(r + i) for i in range(count)]
         with e.loop(first, last) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
-            fetched = decode_slots.place(kernel, ahead, k, ahead_step)
+            fetched = decode_buffers.place(kernel, ahead, k, ahead_step)
             e.prefetch(fetched, vectors * isa.lanes * elements.SIZE[kernel.stored])
-            place = values[0].at(k * step) if buffers.widens_values else decode_slots.place(kernel, values, k, step)
+            place = values[0].at(k * step) if buffers.widens_values else decode_buffers.place(kernel, values, k, step)
             value = _vectors(e, isa, place, dtype, vectors, halves=buffers.halves_values)
             for i in range(count):
                 p = e.splat(weights[i].at(k, 4).load(f32), isa.lanes)
@@ -283,7 +281,7 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
                     sums[i][j].set(weighed)
         for i in range(count):
             for j in range(vectors):
-                targets[i][j].store(targets[i][j].load(type_) + sums[i][j]())
+                out.at(i * buffers.partial + j * isa.lanes, 4).add(sums[i][j]())
     return e.function
 
 
@@ -293,12 +291,12 @@ def emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
     Scales follow as those of :func:`emit_score`.
     """
     kernel, width = buffers.kernel, buffers.value_width
-    copy, block = _copy(module, buffers, "copy_value", kernel.value_head_dim), decode_slots.types(kernel)
+    copy, block = _copy(module, buffers, "copy_value", kernel.value_head_dim), decode_buffers.types(kernel)
     scaled = [*block, i64] if kernel.kv_dtype else []
     with Function(module, "widen", [ptr, *block, i64, i64, *scaled]) as (e, (w, *arguments)):
         n, flags = len(block), w.at(buffers.flags)
         values, (step, keys), scales = arguments[:n], arguments[n : n + 2], arguments[n + 2 :]
         with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
-            place = decode_slots.place(kernel, values, k, step)
+            place = decode_buffers.place(kernel, values, k, step)
             e.run(copy, place, w.at(buffers.values).at(k * width, 4), *_factor(kernel, k, scales))
     return e.function

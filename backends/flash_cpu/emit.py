@@ -150,6 +150,10 @@ class Value:
         """Into a pointer."""
         self.e.builder.store(value.raw, self.raw, align=align)
 
+    def add(self, value: Value) -> None:
+        """To what a pointer points at."""
+        self.store(self.load(value.type) + value)
+
 
 class Variable:
     """A value that changes; it ends up in a register."""
@@ -235,7 +239,8 @@ class Function:
 
     def fma(self, x: Value, y: Value, z: Value) -> Value:
         """The product of ``x`` and ``y`` plus ``z``, rounded once."""
-        return self.call(f"llvm.fma.{_suffix(x.type)}", x.type, x, y, z)
+        lanes = f"v{x.type.count}" if isinstance(x.type, ir.VectorType) else ""
+        return self.call(f"llvm.fma.{lanes}f32", x.type, x, y, z)
 
     def splat(self, scalar: Value, lanes: int) -> Value:
         """The scalar in every lane."""
@@ -393,7 +398,3 @@ def variable(module: ir.Module, name: str) -> ir.GlobalVariable:
     place.linkage = "internal"
     place.initializer = ir.Constant(i64, 0)  # pyright: ignore[reportAttributeAccessIssue]  (None until set)
     return place
-
-
-def _suffix(type_: Any) -> str:
-    return f"v{type_.count}f32" if isinstance(type_, ir.VectorType) else "f32"

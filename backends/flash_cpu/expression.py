@@ -196,11 +196,15 @@ class _Lanes:
 
     def library(self, name: str, *operands: Value) -> Value:
         """The C library's function, lane by lane."""
-        result = ir.Constant(self.type, ir.Undefined)
+        return self.one_by_one(lambda *numbers: self.e.call(f"{name}f", f32, *numbers), *operands)
+
+    def one_by_one(self, function: Callable[..., Value], *operands: Value) -> Value:
+        """``function`` of the numbers of each lane."""
+        b, result = self.e.builder, ir.Constant(self.type, ir.Undefined)
         for lane in range(self.isa.lanes):
             at = ir.Constant(i32, lane)
-            numbers = [Value(self.e, self.e.builder.extract_element(x.raw, at)) for x in operands]
-            result = self.e.builder.insert_element(result, self.e.call(f"{name}f", f32, *numbers).raw, at)
+            numbers = [Value(self.e, b.extract_element(x.raw, at)) for x in operands]
+            result = b.insert_element(result, function(*numbers).raw, at)
         return Value(self.e, result)
 
 
@@ -225,14 +229,13 @@ def _looked_up(lanes: _Lanes, table: Value | Table, *indices: Value) -> Value:
         place = place + inside * math.prod(table.shape[i + 1 :])
     if name not in e.module.globals:
         constant(e.module, name, table.numbers)
-    start, found = Value(e, e.module.globals[name]), ir.Constant(lanes.type, ir.Undefined)
-    for lane in range(lanes.isa.lanes):
-        at = ir.Constant(i32, lane)
-        one = Value(e, e.builder.extract_element(place.raw, at)).integer(i64)
-        number = start.at(one, 4).load(f32 if table.dtype == "float32" else i32, 1)
-        number = _unequal(lanes, number, e.const(i32, 0)) if table.dtype == "bool" else number
-        found = e.builder.insert_element(found, number.raw, at)
-    return Value(e, found)
+    start, type_ = Value(e, e.module.globals[name]), f32 if table.dtype == "float32" else i32
+
+    def number(index: Value) -> Value:
+        found = start.at(index.integer(i64), 4).load(type_, 1)
+        return _unequal(lanes, found, e.const(i32, 0)) if table.dtype == "bool" else found
+
+    return lanes.one_by_one(number, place)
 
 
 def _number(lanes: _Lanes, x: Any) -> Any:

@@ -163,7 +163,7 @@ def tiles(dims: Dims, queries: int) -> Any:
 def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks, state: State) -> ir.Function:
     """``item(state, workspace, index)``: one tile of query rows of one KV head."""
     queries, at = block_rows(isa), workspace(isa, kernel, BLOCK_KEYS)[0]
-    read = emit_read(module, isa, kernel, state, queries, at)
+    read = emit_read(module, isa, kernel, state, at)
     extra = Added(isa, kernel.arrays, state, queries) if kernel.arrays.any else None
     attend = emit_attend(module, isa, kernel, blocks, at, extra=extra)
     write = emit_write(module, isa, kernel, state, at)
@@ -186,22 +186,14 @@ def _emit_tile_item(module: ir.Module, isa: Isa, kernel: Kernel, blocks: Blocks,
 def of_head(blocks: Blocks, state: State, s: Value, dims: Dims, head: Value) -> tuple[Value, ...]:
     """Pointers to a head's packed keys, values and marks, its layout's positions, ids, records, and to the numbers."""
     row, shared = head // dims["K"] // (dims["B"] // dims["C"]), state.pointer(s, "shared")
-    return (
-        blocks.key_rows(shared, dims, head),
-        blocks.value_rows(shared, dims, head),
-        blocks.spoilt(shared, dims, head),
-        blocks.positions(shared, dims, row),
-        blocks.ids(shared, dims, row),
-        blocks.records(shared, dims, row),
-        state.pointer(s, "data:numbers"),
-    )
+    of_head_ = (blocks.place(name, shared, dims, head) for name in ("keys", "values", "spoilt"))
+    of_row = (blocks.place(name, shared, dims, row) for name in ("positions", "ids", "records"))
+    return *of_head_, *of_row, state.pointer(s, "data:numbers")
 
 
-def emit_read(
-    module: ir.Module, isa: Isa, kernel: Kernel, state: State, queries: int, at: dict[str, int]
-) -> ir.Function:
+def emit_read(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: dict[str, int]) -> ir.Function:
     """``read(state, workspace, head, start, count)``: the tile's queries transposed, its intervals, a fresh softmax."""
-    pack = isa.pack(kernel.dtype)
+    queries, pack = block_rows(isa), isa.pack(kernel.dtype)
     width, value_width = rows.padded(kernel.head_dim, isa, pack), rows.padded(kernel.value_head_dim, isa)
     copy = rows.copy_row(module, isa, "copy_query", kernel.dtype, kernel.head_dim, pack)
     finite = rows.finite(module, isa, "finite_query", kernel.dtype, kernel.head_dim)
@@ -211,22 +203,20 @@ def emit_read(
     size = 4 if kernel.dtype == "float32" else 2
     with Function(module, "read", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
         dims = state.dims(s)
-        heads = dims["N"]
-        group = heads // dims["K"]
-        batch, kv_head = head // dims["K"], head % dims["K"]
         plain = w.at(at["scores"])  # free until the first block
         query = state.pointer(s, "data:query")
         e.run(fill, w.at(at["total"]), queries, e.const(f32, 0.0))
-        with rows.each_query(e, (start, count), batch, kv_head, group, dims["T"], heads) as (i, place):
+        with rows.each_query(e, dims, head, start, count) as (i, place):
             source, target = query.at(place * kernel.head_dim, size), plain.at(i * width, 4)
             whole = e.run(finite, source)
-            rows.copy_or_zeros(e, whole, copy, source, target, width)
+            rows.copy_or_zeros(e, isa, whole, copy, source, target, width)
             w.at(at["total"]).at(i, 4).store(e.select(whole, e.const(f32, 0.0), math.nan))
         e.run(fill, plain.at(count * width, 4), (e.const(i64, queries) - count) * width, e.const(f32, 0.0))
         e.run(turn, plain, w.at(at["query"]))
         e.run(fill, w.at(at["out"]), queries * value_width, e.const(f32, 0.0))
         e.run(fill, w.at(at["top"]), queries, e.const(f32, HIDDEN))
-        e.run(numbers, s, batch, start, count, queries, *(w.at(at[n]) for n in ("first", "last", "query_id", "bounds")))
+        to_numbers = (w.at(at[n]) for n in ("first", "last", "query_id", "bounds"))
+        e.run(numbers, s, head // dims["K"], start, count, queries, *to_numbers)
     return e.function
 
 
@@ -347,16 +337,12 @@ def emit_write(module: ir.Module, isa: Isa, kernel: Kernel, state: State, at: di
     turn = rows.transpose(module, isa, "transpose_out", value_width, block_rows(isa)) if isa.tiles else None
     size = 4 if kernel.out_dtype == "float32" else 2
     with Function(module, "write", [ptr, ptr, i64, i64, i64]) as (e, (s, w, head, start, count)):
-        dims = state.dims(s)
-        heads = dims["N"]
-        group = heads // dims["K"]
-        batch, kv_head = head // dims["K"], head % dims["K"]
         out, tops, totals = (state.pointer(s, f"data:{n}") for n in ("out", "top", "total"))
         one, plain = e.const(f32, 1.0), w.at(at["out"])
         if turn is not None:
             plain = w.at(at["earlier_out"])  # added to the output by now
             e.run(turn, w.at(at["out"]), plain)
-        with rows.each_query(e, (start, count), batch, kv_head, group, dims["T"], heads) as (i, place):
+        with rows.each_query(e, state.dims(s), head, start, count) as (i, place):
             total, top = (w.at(at[n]).at(i, 4).load(f32) for n in ("total", "top"))
             unseen = top <= HIDDEN / 2
             e.run(

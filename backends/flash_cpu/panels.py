@@ -73,41 +73,32 @@ class Blocks:
         groups = head_groups(dims)
         return dims["P"] * ((groups * 2 - 2) // groups + 1)
 
-    def key_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
-        """The first key of a head, numbered over the batch."""
-        return shared.at(head % self.room(dims) * self.count(dims) * self.key_terms, 4)
+    def _parts(self, dims: Dims) -> dict[str, tuple[Any, Any]]:
+        """The parts in their order, by name: heads or rows of the layout, and bytes of each."""
+        room, rows_, count = self.room(dims), dims["C"], self.count(dims)
+        numbers = rows_, self.length(dims) * 4
+        return {
+            "keys": (room, count * (self.key_terms * 4)),
+            "values": (room, count * (self.value_terms * 4)),
+            "positions": numbers,
+            "ids": numbers,
+            "records": (rows_, count * self.record_bytes),
+            "spoilt": (room, count * (self.spoilt_numbers * 4)),
+        }
 
-    def value_rows(self, shared: Value, dims: Dims, head: Value) -> Value:
-        """The first value of a head."""
-        before = self.room(dims) * self.count(dims) * self.key_terms
-        return shared.at(before + head % self.room(dims) * self.count(dims) * self.value_terms, 4)
-
-    def _layouts(self, dims: Dims) -> Any:
-        return self.room(dims) * self.count(dims) * (self.key_terms + self.value_terms)
-
-    def positions(self, shared: Value, dims: Dims, row: Value) -> Value:
-        """Of a row of the layout."""
-        return shared.at(self._layouts(dims) + row * self.length(dims), 4)
-
-    def ids(self, shared: Value, dims: Dims, row: Value) -> Value:
-        """Of a row of the layout."""
-        return shared.at(self._layouts(dims) + (dims["C"] + row) * self.length(dims), 4)
-
-    def records(self, shared: Value, dims: Dims, row: Value) -> Value:
-        """Of a row of the layout."""
-        before = (self._layouts(dims) + dims["C"] * 2 * self.length(dims)) * 4
-        return shared.at(before + row * self.count(dims) * self.record_bytes)
-
-    def spoilt(self, shared: Value, dims: Dims, head: Value) -> Value:
-        """Of the first block of a head."""
-        place = head % self.room(dims) * self.count(dims)
-        return self.records(shared, dims, dims["C"]).at(place * self.spoilt_numbers, 4)
+    def place(self, name: str, shared: Value, dims: Dims, index: Value) -> Value:
+        """Where a part lies of a head, numbered over the batch, or of a row of the layout."""
+        before, parts = 0, self._parts(dims)
+        for each, (number, size) in parts.items():
+            if each == name:
+                break
+            before = before + number * size
+        number, size = parts[name]
+        return shared.at(before + index % number * size)
 
     def shared_bytes(self, dims: Dims) -> Any:
         """All of it."""
-        layouts = dims["C"] * (self.length(dims) * 8 + self.count(dims) * self.record_bytes)
-        spoilt = self.room(dims) * self.count(dims) * self.spoilt_numbers * 4
-        return aligned(self._layouts(dims) * 4 + layouts + spoilt)
+        return aligned(sum(number * size for number, size in self._parts(dims).values()))
 
 
 def head_groups(dims: Dims) -> Any:
@@ -128,7 +119,6 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     finite = {n: rows.finite(module, isa, f"finite_{n}", dtype, widths[n]) for n in copies}
     join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
     turn = rows.transpose(module, isa, "turn_values", blocks.turned, blocks.value_width) if blocks.turned else None
-    rows.fill(module, isa)
     bounds = _emit_layout_block(module, blocks, state)
     with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
@@ -139,9 +129,9 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         row = batch // share
         shared = state.pointer(s, "shared")
         ids = state.pointer(s, "data:key_id").at(row * length, 4)
-        keys = blocks.key_rows(shared, dims, head).at(n * blocks.key_terms, 4)
-        values = blocks.value_rows(shared, dims, head).at(n * blocks.value_terms, 4)
-        spoilt = blocks.spoilt(shared, dims, head).at(n * blocks.spoilt_numbers, 4)
+        keys = blocks.place("keys", shared, dims, head).at(n * blocks.key_terms, 4)
+        values = blocks.place("values", shared, dims, head).at(n * blocks.value_terms, 4)
+        spoilt = blocks.place("spoilt", shared, dims, head).at(n * blocks.spoilt_numbers, 4)
         any_spoilt = e.variable(e.const(i32, 0))
         pairs = values if turn is None else w.at(aligned(2 * strides["value"] * 4))
         with e.loop(0, keys_per_block, pack) as term:
@@ -164,7 +154,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                 spoilt.at(j + 1, 4).store(bad())
                 any_spoilt.set(any_spoilt() | bad())
                 for name, copy in copies.items():
-                    rows.copy_or_zeros(e, exists(), copy, sources[name], targets[name], strides[name])
+                    rows.copy_or_zeros(e, isa, exists(), copy, sources[name], targets[name], strides[name])
             if join is not None:
                 e.run(join, w, pairs.at(term // pack * blocks.value_width, 4), pack)
         if turn is not None:
@@ -182,15 +172,14 @@ def _emit_layout_block(module: ir.Module, blocks: Blocks, state: State) -> ir.Fu
         dims = state.dims(s)
         length = dims["S"]
         shared = state.pointer(s, "shared")
-        positions = blocks.positions(shared, dims, row).at(n * keys, 4)
-        ids = blocks.ids(shared, dims, row).at(n * keys, 4)
+        positions, ids = (blocks.place(name, shared, dims, row).at(n * keys, 4) for name in ("positions", "ids"))
         source = [state.pointer(s, f"data:{name}").at(row * length, 4) for name in ("position", "key_id")]
         with e.loop(0, keys) as j:
             slot = n * blocks.keys + j
             at, exists = e.min(slot, length - 1), (e.const(i64, blocks.keys) > j) & (slot < length)
             positions.at(j, 4).store(source[0].at(at, 4).load(i32))
             ids.at(j, 4).store(e.select(exists, source[1].at(at, 4).load(i32), NO_KEY))
-        records = blocks.records(shared, dims, row).at(n * blocks.record_bytes)
+        records = blocks.place("records", shared, dims, row).at(n * blocks.record_bytes)
         masking.key_bounds(e, positions, ids, keys, blocks.strip, records)
     return e.function
 

@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from . import elements
 from .emit import Function, Value, f32, i1, i16, i32, i64, ptr, vector
+from .handler import Dims
 from .isa import Isa
 
 
@@ -177,24 +178,27 @@ def fill(module: ir.Module, isa: Isa) -> ir.Function:
     return e.function
 
 
-def copy_or_zeros(e: Function, good: Value, copy: ir.Function, source: Value, target: Value, terms: int) -> None:
+def copy_or_zeros(
+    e: Function, isa: Isa, good: Value, copy: ir.Function, source: Value, target: Value, terms: int
+) -> None:
     """A row copied by ``copy``, if it is ``good``; else zeros in its ``terms`` places."""
-    nothing = e.const(f32, 0.0)
-    e.either(good, lambda: e.run(copy, source, target), lambda: e.run(e.module.globals["fill"], target, terms, nothing))
+    zeros, nothing = fill(e.module, isa), e.const(f32, 0.0)
+    e.either(good, lambda: e.run(copy, source, target), lambda: e.run(zeros, target, terms, nothing))
 
 
-def query_place(e: Function, row: Value, batch: Value, head: Value, group: Value, tokens: Value, heads: Value) -> Value:
-    """Index over ``[batch, tokens, heads]`` of a row of a KV head's queries."""
-    return (batch * tokens + row // group) * heads + head * group + row % group
+def query_place(dims: Dims, head: Value, row: Value) -> Value:
+    """Index over ``[batch, tokens, heads]`` of a row of the queries of a KV head, numbered over the batch."""
+    heads, kv_heads = dims["N"], dims["K"]
+    group = heads // kv_heads
+    return (head // kv_heads * dims["T"] + row // group) * heads + head % kv_heads * group + row % group
 
 
 @contextmanager
-def each_query(
-    e: Function, rows: tuple[Value, Value], batch: Value, head: Value, group: Value, tokens: Value, heads: Value
-) -> Iterator[tuple[Value, Value]]:
-    """A loop over ``rows``, the first and how many: the number of a row among them, and its :func:`query_place`."""
-    start, count = rows
-    place, member = e.variable(query_place(e, start, batch, head, group, tokens, heads)), e.variable(start % group)
+def each_query(e: Function, dims: Dims, head: Value, start: Value, count: Value) -> Iterator[tuple[Value, Value]]:
+    """A loop over ``count`` rows from ``start`` on: the number of a row among them, and its :func:`query_place`."""
+    heads = dims["N"]
+    group = heads // dims["K"]
+    place, member = e.variable(query_place(dims, head, start)), e.variable(start % group)
     with e.loop(0, count) as i:
         yield i, place()
         next_token = (member() + 1).equals(group)

@@ -87,6 +87,5 @@ class RunningSums:
         """``add_sums(sums, others, numbers)``: ``sums`` plus ``others``."""
         lanes, arguments = self._isa.lanes, [ptr, ptr, i64]
         with Function(module, "add_sums", arguments) as (e, (sums, others, numbers)), e.loop(0, numbers, lanes) as i:
-            place = sums.at(i, 4)
-            place.store(place.load(self._type) + others.at(i, 4).load(self._type))
+            sums.at(i, 4).add(others.at(i, 4).load(self._type))
         return e.function

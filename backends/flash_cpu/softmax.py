@@ -24,7 +24,7 @@ from .masking import Lanes
 HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query that has seen nothing
 _LAZY = 8.0
 
-LOG_2 = math.log(2.0)
+LOG_2, LOG2_E = math.log(2.0), math.log2(math.e)
 # (function, score, factor to it, the group's rows, vector, key position) -> score in powers of two, derivative
 Modify = Callable[[Function, Value, Value | float, Value, int, Value], tuple[Value, Value]]
 
@@ -55,12 +55,6 @@ def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, de
             totals[v].store(totals[v].load(type_) * factor)
             tops[v].store(raise_to)
     return some
-
-
-def _maxima(e: Function, highest: list[Value], scale: Value, *, hides: bool) -> list[Value]:
-    """In powers of two; HIDDEN of a query that sees no key."""
-    new = [x * scale for x in highest]
-    return [e.select(x > HIDDEN / 2, y, HIDDEN) for x, y in zip(highest, new, strict=True)] if hides else new
 
 
 def softmax(
@@ -117,7 +111,8 @@ def softmax(
                 highest[v].set(e.max(x, highest[v]()))
         if added:  # scores are powers of two from here on
             scale = e.const(type_, 1.0)
-        new = _maxima(e, [x() for x in highest], scale, hides=hides)
+        found = [x() for x in highest]
+        new = [e.select(x > HIDDEN / 2, x * scale, HIDDEN) if hides else x * scale for x in found]
         some = _raise(e, isa, new, top, total, decay)
         negative = [e.const(type_, 0.0) - of(top, v).load(type_) for v in vectors]
         sums = [e.variable(e.const(type_, 0.0)) for _ in vectors]
@@ -135,7 +130,7 @@ def softmax(
                 of_keys = [weight(k + n, v) for n in range(pack)]
                 of(scores.at(k // pack * queries, 4), v).store(of_keys[0] if pack == 1 else pairs(e, *of_keys))
         for v in vectors:
-            of(total, v).store(of(total, v).load(type_) + sums[v]())
+            of(total, v).add(sums[v]())
             for block_sums in of_block:
                 of(block_sums, v).store(sums[v]())
         e.ret(some)

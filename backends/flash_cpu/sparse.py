@@ -114,7 +114,7 @@ def _emit_listed_item(module: ir.Module, isa: Isa, this: SparseKernel, state: St
     """``item(state, workspace, index)``: a part of a query tile of one KV head."""
     kernel, blocks = this.kernel, this.blocks(isa)
     at = forward.workspace(isa, kernel, blocks.keys_per_block)[0]
-    read = forward.emit_read(module, isa, kernel, state, block_rows(isa), at)
+    read = forward.emit_read(module, isa, kernel, state, at)
     attend = forward.emit_attend(module, isa, kernel, blocks, at, listed=True)
     write = forward.emit_write(module, isa, kernel, state, at)
     with Function(module, "listed_item", [ptr, ptr, i64]) as (e, (s, w, index)):
@@ -135,7 +135,7 @@ def _emit_mass_item(module: ir.Module, isa: Isa, this: SparseKernel, state: Stat
     """``item(state, workspace, index)``: the mass of a query tile of one KV head, part by part; its output, if any."""
     kernel, blocks, queries = this.kernel, this.blocks(isa), block_rows(isa)
     at, end = forward.workspace(isa, kernel, blocks.keys_per_block)
-    read = forward.emit_read(module, isa, kernel, state, queries, at)
+    read = forward.emit_read(module, isa, kernel, state, at)
     attend, pool = forward.emit_attend(module, isa, kernel, blocks, at, pooled=True), _emit_pool(module, isa, at)
     write = forward.emit_write(module, isa, kernel, state, at) if kernel.value_head_dim else None
     with Function(module, "mass_item", [ptr, ptr, i64]) as (e, (s, w, tile)):
@@ -177,6 +177,5 @@ def _emit_pool(module: ir.Module, isa: Isa, at: dict[str, int]) -> ir.Function:
                 below = exp2(e, isa, tops.at(n * queries + r, 4).load(type_) - top.at(r, 4).load(type_))
                 share = sums.at(n * queries + r, 4).load(type_) * below
                 pooled.set(e.fma(share, weight.at(r, 4).load(type_), pooled()))
-            place = mass.at(n, 4)
-            place.store(place.load(f32) + e.add_up(pooled()))
+            mass.at(n, 4).add(e.add_up(pooled()))
     return e.function

@@ -106,6 +106,5 @@ def _emit_visit(module: ir.Module, buffers: Buffers, state: State) -> ir.Functio
                 for name, width in (("d_key", buffers.width), ("d_value", buffers.value_width)):
                     source, target = found.at(at[name]), of_keys.at(at[name])
                     with e.loop(0, width, buffers.isa.lanes) as d:
-                        place = target.at(slot % BLOCK_KEYS * width + d, 4)
-                        place.store(place.load(type_) + source.at(j * width + d, 4).load(type_))
+                        target.at(slot % BLOCK_KEYS * width + d, 4).add(source.at(j * width + d, 4).load(type_))
     return e.function

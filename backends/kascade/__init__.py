@@ -5,7 +5,6 @@ from .backend import Kascade as Kascade
 from .backend import default_kernel as default_kernel
 from .cost import KeptFraction as KeptFraction
 from .cost import kept_fraction as kept_fraction
-from .head_maps import published_schedule as published_schedule
 from .layer_statistics import Calibration as Calibration
 from .layer_statistics import load_calibration as load_calibration
 from .schedule import GREEDY_RULES as GREEDY_RULES
@@ -19,6 +18,7 @@ from .schedule import greedy_anchors as greedy_anchors
 from .schedule import greedy_by_loss as greedy_by_loss
 from .schedule import layer_similarity as layer_similarity
 from .schedule import manual as manual
+from .schedule import published_schedule as published_schedule
 from .selection import Selection as Selection
 from .selection import TileLayout as TileLayout
 from .settings import OPTIONS as OPTIONS

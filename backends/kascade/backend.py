@@ -25,7 +25,7 @@ from ..devices import Target
 from ..features import INSTEAD, Mode, Options, Takes
 from ..resolve import resolve
 from ..sharding import MeshAxes
-from . import tuned_options
+from . import block_sizes
 from .backward import differentiable
 from .cost import runs_dense, selected_share
 from .kernels import Kernels
@@ -96,9 +96,9 @@ class Kascade:
         return {"top_k": 1.0}
 
     # For ``attnsuite tune``.
-    defaults = staticmethod(tuned_options.defaults)
-    candidates = staticmethod(tuned_options.candidates)
-    work = staticmethod(tuned_options.work)
+    defaults = staticmethod(block_sizes.defaults)
+    candidates = staticmethod(block_sizes.candidates)
+    work = staticmethod(block_sizes.work)
 
     def plan(
         self, spec: AttentionSpec, layout: Layout, *, target: Target, mode: Mode = "native", options: Options = None
@@ -119,7 +119,9 @@ class Kascade:
             dense = resolve("auto", spec, target)
             notes = (f"{instead}; {dense.backend.name} ran.",)
             return Plan(dense.plan(layout).attend, notes, num_layers=num_layers)
-        kernels = _kernels(self.heads, spec, settings, tiling, target, mode)
+        kernels = kernels_of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
+        if isinstance(kernels, XlaKernels):
+            kernels = dataclasses.replace(kernels, heads=self.heads)
         attend_selected = differentiable(kernels) if spec.needs_grad else kernels.attend_selected
         dense_layer = functools.partial(kernels.dense_layer, tile_layout)
         if (settings.kernel != "xla" or spec.needs_grad) and "dense" in {role.role for role in roles or ()}:
@@ -156,13 +158,6 @@ class Kascade:
 
         attend = attend if spec.needs_grad else forward_only(attend)
         return Plan(attend, num_layers=num_layers, key_blocks=(tiling.unit,))
-
-
-def _kernels(
-    heads: Heads | None, spec: AttentionSpec, settings: Settings, tiling: Tiling, target: Target, mode: Mode
-) -> Kernels:
-    made = kernels_of(settings.kernel, target)(spec, tiling, settings, mode == "interpret")
-    return dataclasses.replace(made, heads=heads) if isinstance(made, XlaKernels) else made
 
 
 def _dense(

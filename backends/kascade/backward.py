@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..contract import AttentionSpec
-from ..derivatives import first_derivative, forward_mode_explained
+from ..derivatives import first_derivative, forward_mode_explained, traced_apart
 from .kernels import Kernels
 from .selection import Selection, TileLayout, with_local
 from .settings import Tiling
@@ -30,13 +30,7 @@ def differentiable(kernels: Kernels) -> Attend:
     """``kernels.attend_selected`` with the gradient of the kernels, or of :func:`gradients`."""
 
     def run(layout: TileLayout, *operands: Any) -> Array:
-        leaves, tree = jax.tree.flatten(layout)
-        # What may be traced is an argument, NumPy arrays stay what they are: kernels read them when they are planned.
-        known = [None if isinstance(x, jax.Array) else x for x in leaves]
-
-        def layout_of(traced: list[Array]) -> TileLayout:
-            rest = iter(traced)
-            return tree.unflatten([next(rest) if x is None else x for x in known])
+        arrays, layout_of = traced_apart(layout)  # kernels read NumPy arrays when they are planned
 
         def plain(traced: list[Array], query: Array, key: Array, value: Array, selection: Selection) -> Array:
             return kernels.attend_selected(layout_of(traced), query, key, value, selection)
@@ -57,7 +51,7 @@ def differentiable(kernels: Kernels) -> Attend:
         call = jax.custom_vjp(plain)
         call.defvjp(forward, first_derivative(backward))
         with forward_mode_explained():
-            return call([x for x in leaves if isinstance(x, jax.Array)], *operands)
+            return call(arrays, *operands)
 
     return run
 

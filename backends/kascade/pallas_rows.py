@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -299,6 +299,43 @@ def product(left: Array, right: Array, contracted: tuple[int, int]) -> Array:
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contracted[0],), (contracted[1],)), ((), ()))
     return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def loaded(
+    kernels: PallasKernels,
+    tile: Callable[..., tuple[Any, Any]],
+    block: Callable[..., Any],
+    rows: Sequence[int],
+    keys: Sequence[int],
+) -> list[pl.BlockSpec]:
+    """What a step loads of arrays of rows and of keys of these widths, and of the ids where there are some; for TPUs.
+
+    Of its place in the grid and the prefetched scalars ``tile`` makes a query tile of the list and a block of rows in
+    it, and ``block`` the block of keys in their head.
+    """
+    spec, tiles, blocks = kernels.spec, kernels.tiling.query_tiles, kernels.blocks
+
+    def of_rows(*at: Any) -> tuple[Any, ...]:
+        this, part = tile(*at)
+        return this * blocks.blocks_q + part, 0, 0
+
+    def of_keys(*at: Any) -> tuple[Any, ...]:
+        return tile(*at)[0] // tiles, block(*at), 0
+
+    def of_query_ids(*at: Any) -> tuple[Any, ...]:
+        this, part = tile(*at)
+        return kernels.sequence(this), this % tiles * blocks.blocks_q + part, 0
+
+    def of_key_ids(*at: Any) -> tuple[Any, ...]:
+        return kernels.sequence(tile(*at)[0]), 0, block(*at)
+
+    ids = [((blocks.block_q, 1), of_query_ids), ((1, blocks.block_kv), of_key_ids)] if spec.has_segment_ids else []
+    shapes = [
+        *(((spec.group_size * blocks.block_q, width), of_rows) for width in rows),
+        *(((blocks.block_kv, width), of_keys) for width in keys),
+        *ids,
+    ]
+    return [pl.BlockSpec((None, *shape), index) for shape, index in shapes]
 
 
 def block_visible(

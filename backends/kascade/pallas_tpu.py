@@ -9,6 +9,9 @@ Kascade's anchor layers choose by the mass: probabilities after the softmax, sum
 heads of a group. A first pass finds each row's log-sum-exp, a second sums probabilities per tile. The log-sums never
 leave the core, and scores are never written. Keys in the future are not loaded.
 
+The gradient walks over the pairs of tiles twice (``pallas_rows.Visits``): in the order of the queries for their
+gradient, in that of the keys for the gradients of keys and values. So each block of a gradient is written once.
+
 Pallas' interpreter runs the kernels anywhere.
 """
 
@@ -36,10 +39,10 @@ from .pallas_rows import (
     Rows,
     Visits,
     block_visible,
+    loaded,
     product,
     where_needed,
 )
-from .pallas_tpu_backward import gradient_call
 
 # The part of the scalar memory (1 MiB in every generation) for the list of one call. A longer list takes several calls.
 LIST_BYTES = 512 * 1024
@@ -64,7 +67,7 @@ class TpuKernels(PallasKernels):
         out_shape = [jax.ShapeDtypeStruct((n_blocks, n_rows, v_dim), dtype)]
         if return_residuals:
             out_shape.append(jax.ShapeDtypeStruct((n_blocks, n_rows, LANES), jnp.float32))
-        call = _call(self, slots, out_shape, has_ids=bool(flat.ids))
+        call = _call(self, slots, out_shape)
         spare = calls * per_call - self.tiles
         tiles = jnp.pad(listed.tiles, ((0, spare), (0, 0))).reshape(calls, per_call * slots)
         counts = jnp.pad(listed.counts, (0, spare)).reshape(calls, per_call)
@@ -90,7 +93,7 @@ class TpuKernels(PallasKernels):
         heads = keys.shape[0]
         columns, scalars = _as_columns(flat.ids), rows.scalars.reshape(heads, -1, *rows.scalars.shape[1:])
         dims = (rows.query.shape[-1],) if by == "query" else (keys.shape[-1], values.shape[-1])
-        call = gradient_call(self, by, dims, values.shape[-1], visits)
+        call = _gradient_call(self, by, dims, values.shape[-1], visits)
 
         def of_head(of_call: tuple[Array, ...]) -> list[Array]:
             head, codes, count, scalars = of_call
@@ -103,37 +106,23 @@ class TpuKernels(PallasKernels):
 
     def mass_of_rows(self, rows: Array, keys: Array, flat: FlatLayout) -> Float[Array, "blocks 1 units"]:
         """As :meth:`PallasKernels.mass_of_rows`."""
-        spec, tiling, blocks = self.spec, self.tiling, self.blocks
-        parts, n_rows = blocks.blocks_q, rows.shape[1]
+        tiling, blocks, head_dim = self.tiling, self.blocks, (self.spec.head_dim,)
+        n_rows = rows.shape[1]
 
-        def block_kv(step: Any, block: Any, firsts: Any, lengths: Any) -> Any:
+        def tile(step: Any, *_: Any) -> tuple[Any, Any]:
+            return step // blocks.blocks_q, step % blocks.blocks_q
+
+        def block_kv(step: Any, _turn: Any, block: Any, firsts: Any, lengths: Any) -> Any:
             """The block, or the last one that is needed: behind it nothing is loaded."""
-            queries = self.queries_of(step // parts, step % parts * blocks.block_q, firsts, lengths)
-            return jnp.minimum(block, _last_block(self, queries))
+            this, part = tile(step)
+            return jnp.minimum(block, _last_block(self, self.queries_of(this, part * blocks.block_q, firsts, lengths)))
 
-        def of_keys(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
-            return step // parts // tiling.query_tiles, block_kv(step, block, *at), 0
-
-        def of_key_ids(step: Any, _turn: Any, block: Any, *at: Any) -> tuple[Any, ...]:
-            return self.sequence(step // parts), 0, block_kv(step, block, *at)
-
-        id_specs = [
-            pl.BlockSpec(
-                (None, blocks.block_q, 1),
-                lambda step, *_: (self.sequence(step // parts), step % (tiling.query_tiles * parts), 0),
-            ),
-            pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
-        ]
         return pl.pallas_call(
             functools.partial(_sum, kernels=self),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(rows.shape[0], 2, self.kv_blocks),
-                in_specs=[
-                    pl.BlockSpec((None, n_rows, spec.head_dim), lambda step, *_: (step, 0, 0)),
-                    pl.BlockSpec((None, blocks.block_kv, spec.head_dim), of_keys),
-                    *id_specs[: len(flat.ids)],
-                ],
+                in_specs=loaded(self, tile, block_kv, head_dim, head_dim),
                 out_specs=pl.BlockSpec((None, 1, tiling.units), lambda step, *_: (step, 0, 0)),
                 scratch_shapes=[pltpu.VMEM((n_rows, LANES), jnp.float32), pltpu.VMEM((n_rows, LANES), jnp.float32)],
             ),
@@ -148,50 +137,26 @@ def _as_columns(ids: tuple[Array, ...]) -> tuple[Array, ...]:
     return (ids[0][:, :, None], ids[1][:, None, :]) if ids else ()
 
 
-def _call(
-    kernels: TpuKernels, slots: int, out_shape: list[jax.ShapeDtypeStruct], *, has_ids: bool
-) -> Callable[..., list[Array]]:
+def _call(kernels: TpuKernels, slots: int, out_shape: list[jax.ShapeDtypeStruct]) -> Callable[..., list[Array]]:
     """The kernel over as many blocks of queries as ``out_shape`` has, with lists of ``slots`` tiles of keys."""
-    tiling, blocks, head_dim = kernels.tiling, kernels.blocks, kernels.spec.head_dim
-    (steps, n_rows, v_dim), parts, splits = out_shape[0].shape, blocks.blocks_q, blocks.blocks_kv
+    head_dim, (steps, n_rows, v_dim) = kernels.spec.head_dim, out_shape[0].shape
+    parts, splits = kernels.blocks.blocks_q, kernels.blocks.blocks_kv
 
-    def tile_at(step: Any, start: Any) -> Any:
-        return jnp.minimum(start[0] + step // parts, kernels.tiles - 1)  # the last call may have steps to spare
+    def tile(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, Any]:
+        return jnp.minimum(start[0] + step // parts, kernels.tiles - 1), step % parts  # the last call may have to spare
 
-    def block_kv(step: Any, slot: Any, tiles: Any, counts: Any) -> Any:
+    def block_kv(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> Any:
         """Behind the last listed tile the same block again, which is not loaded again."""
         index = step // parts
         part = jnp.where(slot // splits < counts[index], slot % splits, splits - 1)
         return tiles[index * slots + slot // splits] * splits + part
 
-    def of_rows(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, ...]:
-        return tile_at(step, start) * parts + step % parts, 0, 0
-
-    def of_keys(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> tuple[Any, ...]:
-        return tile_at(step, start) // tiling.query_tiles, block_kv(step, slot, tiles, counts), 0
-
-    def of_query_ids(step: Any, slot: Any, start: Any, *_: Any) -> tuple[Any, ...]:
-        tile = tile_at(step, start)
-        return kernels.sequence(tile), tile % tiling.query_tiles * parts + step % parts, 0
-
-    def of_key_ids(step: Any, slot: Any, start: Any, tiles: Any, counts: Any, *_: Any) -> tuple[Any, ...]:
-        return kernels.sequence(tile_at(step, start)), 0, block_kv(step, slot, tiles, counts)
-
-    id_specs = [
-        pl.BlockSpec((None, blocks.block_q, 1), of_query_ids),
-        pl.BlockSpec((None, 1, blocks.block_kv), of_key_ids),
-    ]
     return pl.pallas_call(
         functools.partial(_attend, kernels=kernels, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps, slots * splits),
-            in_specs=[
-                pl.BlockSpec((None, n_rows, head_dim), of_rows),
-                pl.BlockSpec((None, blocks.block_kv, head_dim), of_keys),
-                pl.BlockSpec((None, blocks.block_kv, v_dim), of_keys),
-                *(id_specs if has_ids else ()),
-            ],
+            in_specs=loaded(kernels, tile, block_kv, (head_dim,), (head_dim, v_dim)),
             out_specs=[pl.BlockSpec((None, *out.shape[1:]), lambda step, *_: (step, 0, 0)) for out in out_shape],
             scratch_shapes=[
                 pltpu.VMEM((n_rows, LANES), jnp.float32),
@@ -235,17 +200,14 @@ def _attend(
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def attend_step(at: int, masked: bool) -> None:
-        some = pl.ds(at, blocks.step_kv)
-        score = kernels.scores(query_ref[...], key_ref[some, :])
-        seen = block_visible(kernels, queries, score.shape, begin + at, id_refs, some) if masked else None
-        weight, decay = _soften(score, seen, max_ref, sum_ref)
-        value = value_ref[some, :]
-        acc_ref[...] = decay * acc_ref[...] + product(weight.astype(value.dtype), value, (1, 0))
-
     def work(masked: bool) -> None:
         for at in range(0, blocks.block_kv, blocks.step_kv):
-            attend_step(at, masked)
+            some = pl.ds(at, blocks.step_kv)
+            score = kernels.scores(query_ref[...], key_ref[some, :])
+            seen = block_visible(kernels, queries, score.shape, begin + at, id_refs, some) if masked else None
+            weight, decay = _soften(score, seen, max_ref, sum_ref)
+            value = value_ref[some, :]
+            acc_ref[...] = decay * acc_ref[...] + product(weight.astype(value.dtype), value, (1, 0))
 
     where_needed(listed < counts_ref[index], queries.all_see(begin + blocks.block_kv), bool(id_refs), work)
 
@@ -326,3 +288,99 @@ def _sum(firsts_ref: Any, lengths_ref: Any, query_ref: Any, key_ref: Any, *refs:
     for_all = queries.all_see(begin + blocks.block_kv) & (queries.number >= blocks.block_q)
     for number, one in enumerate((log_sum, pool)):
         where_needed(there & (turn == number), for_all, bool(id_refs), functools.partial(in_steps, one))
+
+
+def _gradient_call(
+    kernels: TpuKernels, by: Literal["query", "key"], dims: tuple[int, ...], v_dim: int, visits: Visits
+) -> Callable[..., list[Array]]:
+    """The kernel over the pairs of one KV head: every block of an owner stays while its others pass.
+
+    Grid: blocks of an owner, pairs, blocks of the other.
+    """
+    tiling, blocks, spec = kernels.tiling, kernels.blocks, kernels.spec
+    n_rows, parts, splits = spec.group_size * blocks.block_q, blocks.blocks_q, blocks.blocks_kv
+    owner_blocks, other_blocks = (parts, splits) if by == "query" else (splits, parts)
+
+    def blocks_of(mine: Any, pair: Any, its: Any, head: Any, codes: Any, count: Any, *_: Any) -> tuple[Any, Any]:
+        """Of rows and of keys, in their head. Behind the last pair the same block again, which is not loaded again."""
+        its = jnp.where(pair < count[0], its, other_blocks - 1)
+        owner = codes[pair] // visits.others * owner_blocks + mine
+        other = codes[pair] % visits.others * other_blocks + its
+        return (owner, other) if by == "query" else (other, owner)
+
+    def tile(mine: Any, pair: Any, its: Any, head: Any, *lists: Any) -> tuple[Any, Any]:
+        row_block = blocks_of(mine, pair, its, head, *lists)[0]
+        return head[0] * tiling.query_tiles + row_block // parts, row_block % parts
+
+    def rows_of_head(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, n_rows, width), lambda *at: (blocks_of(*at)[0], 0, 0))
+
+    def keys_of_head(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, blocks.block_kv, width), lambda *at: (0, blocks_of(*at)[1], 0))
+
+    widths = spec.head_dim, v_dim
+    query, d_out, *others = loaded(kernels, tile, lambda *at: blocks_of(*at)[1], widths, widths)
+    owner_size = tiling.query_tiles * parts if by == "query" else kernels.kv_blocks * blocks.block_kv
+    lead = (owner_size, n_rows) if by == "query" else (1, owner_size)
+    return pl.pallas_call(
+        functools.partial(_gradient, kernels=kernels, by=by, others=visits.others),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(owner_blocks, visits.codes.shape[1], other_blocks),
+            in_specs=[query, d_out, rows_of_head(2), *others],
+            out_specs=[(rows_of_head if by == "query" else keys_of_head)(dim) for dim in dims],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((*lead, dim), jnp.float32) for dim in dims],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
+        interpret=kernels.interpret,
+        name=f"kascade_gradient_by_{by}",
+    )
+
+
+def _gradient(
+    head_ref: Any,
+    codes_ref: Any,
+    count_ref: Any,
+    firsts_ref: Any,
+    lengths_ref: Any,
+    query_ref: Any,
+    d_out_ref: Any,
+    scalars_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
+    *refs: Any,
+    kernels: TpuKernels,
+    by: Literal["query", "key"],
+    others: int,
+) -> None:
+    """One block of queries against one block of keys: what they add to the gradients of the owner."""
+    n_ids = 2 * kernels.spec.has_segment_ids
+    id_refs, gradient_refs, blocks, tiling = refs[:n_ids], refs[n_ids:], kernels.blocks, kernels.tiling
+    mine, pair, its = (pl.program_id(axis) for axis in range(3))
+    owner, other = codes_ref[pair] // others, codes_ref[pair] % others
+    (tile, part), (unit, split) = ((owner, mine), (other, its)) if by == "query" else ((other, its), (owner, mine))
+    queries = kernels.queries_of(
+        head_ref[0] * tiling.query_tiles + tile, part * blocks.block_q, firsts_ref, lengths_ref
+    )
+    begin = unit * blocks.tile_kv + split * blocks.block_kv
+
+    @pl.when((its == 0) & ((pair == 0) | (codes_ref[jnp.maximum(pair - 1, 0)] // others != owner)))
+    def _() -> None:
+        for ref in gradient_refs:
+            ref[...] = jnp.zeros_like(ref)
+
+    def work(masked: bool) -> None:
+        query, d_out, of_rows = query_ref[...], d_out_ref[...], (scalars_ref[:, :1], scalars_ref[:, 1:])
+        for at in range(0, blocks.block_kv, blocks.step_kv):
+            some = pl.ds(at, blocks.step_kv)
+            key, shape = key_ref[some, :], (query.shape[0], blocks.step_kv)
+            seen = block_visible(kernels, queries, shape, begin + at, id_refs, some) if masked else None
+            probability, d_score = kernels.pair(query, d_out, *of_rows, key, value_ref[some, :], seen)
+            if by == "query":
+                gradient_refs[0][...] += product(d_score, key, (1, 0))
+            else:
+                gradient_refs[0][some, :] += product(d_score, query, (0, 0))
+                gradient_refs[1][some, :] += product(probability, d_out, (0, 0))
+
+    for_all = queries.all_see(begin + blocks.block_kv) & (queries.number >= blocks.block_q)
+    where_needed(pair < count_ref[0], for_all, bool(id_refs), work)

@@ -53,7 +53,7 @@ class TritonKernels(PallasKernels):
             out.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         whole = keys, values, *listed, *flat[:2], *flat.ids
         kernel = functools.partial(_attend, kernels=self, slots=-(-listed.tiles.shape[1] // splits))
-        found = self._call("kascade_attend", kernel, (rows,), whole, out, [*map(self._part_of_split, out)], splits)
+        found = self._call("kascade_attend", kernel, (rows,), whole, out, [self._part(x, 1) for x in out], splits)
         if splits == 1:
             return tuple(x[0] for x in found)
         merged = merge_parts([(found[0][split], found[1][split]) for split in range(splits)])
@@ -86,9 +86,7 @@ class TritonKernels(PallasKernels):
         whole, shape = (keys, *flat[:2], *flat.ids), (splits, *rows.shape[:2])
         sums = [jax.ShapeDtypeStruct(shape, jnp.float32)]
         kernel = functools.partial(_log_sums, kernels=self, units=units)
-        (found,) = self._call(
-            "kascade_log_sums", kernel, (rows,), whole, sums, [*map(self._part_of_split, sums)], splits
-        )
+        (found,) = self._call("kascade_log_sums", kernel, (rows,), whole, sums, [self._part(sums[0], 1)], splits)
         parts = rows.shape[1] // self.blocks.block_q
         mass = [jax.ShapeDtypeStruct((self.tiles, parts, self.tiling.units), jnp.float32)]
         kernel = functools.partial(_mass, kernels=self, units=units)
@@ -101,17 +99,14 @@ class TritonKernels(PallasKernels):
         each = -(-pieces // min(pieces, -(-PROGRAMS // programs)))
         return -(-pieces // each)
 
-    def _part(self, rows: Any) -> pl.BlockSpec:
-        """The rows of a program."""
-        behind = (0,) * (len(rows.shape) - 2)
-        return pl.BlockSpec((None, self.blocks.block_q, *rows.shape[2:]), lambda part, tile, _: (tile, part, *behind))
+    def _part(self, rows: Any, splits: int = 0) -> pl.BlockSpec:
+        """The rows of a program; with 1 for ``splits`` what it finds for them in its share of the list or the keys."""
+        behind = rows.shape[2 + splits :]
 
-    def _part_of_split(self, rows: Any) -> pl.BlockSpec:
-        """What a program finds for its rows in its share of the list or of the keys."""
-        behind = (0,) * (len(rows.shape) - 3)
-        return pl.BlockSpec(
-            (None, None, self.blocks.block_q, *rows.shape[3:]), lambda part, tile, split: (split, tile, part, *behind)
-        )
+        def index(part: Any, tile: Any, split: Any) -> tuple[Any, ...]:
+            return *(split,) * splits, tile, part, *(0,) * len(behind)
+
+        return pl.BlockSpec((*(None,) * (1 + splits), self.blocks.block_q, *behind), index)
 
     @property
     def _params(self) -> plgpu.CompilerParams:

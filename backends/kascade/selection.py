@@ -8,6 +8,7 @@ attended to and never selected. So nothing is selected twice, and no selection l
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,17 +90,12 @@ class TileLayout:
         first = (q_pos[:, :: tiling.query_tile] // tiling.unit).clip(0, spec.key_value_length // tiling.unit)
         batch = max(x.shape[0] for x in (q_pos, lengths, q_seg) if x is not None)
 
-        def spread(x: Array | np.ndarray) -> Array | np.ndarray:
+        def spread(x: Any) -> Any:
             xp = np if isinstance(x, np.ndarray) else jnp
             return xp.broadcast_to(x, (batch, *x.shape[1:])).astype(np.int32)
 
-        return TileLayout(
-            spread(q_pos),  # pyright: ignore[reportArgumentType]  (NumPy or JAX)
-            spread(first),  # pyright: ignore[reportArgumentType]
-            spread(lengths),  # pyright: ignore[reportArgumentType]
-            None if q_seg is None else spread(q_seg),  # pyright: ignore[reportArgumentType]
-            None if k_seg is None else spread(k_seg),  # pyright: ignore[reportArgumentType]
-        )
+        arrays: list[Any] = [x if x is None else spread(x) for x in (q_pos, first, lengths, q_seg, k_seg)]
+        return TileLayout(*arrays)
 
     @property
     def batch(self) -> int:

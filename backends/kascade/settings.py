@@ -187,11 +187,6 @@ class Tiling:
         )
 
     @property
-    def local_width(self) -> int:
-        """Slots of a local region."""
-        return self.local_units * self.unit
-
-    @property
     def padded_queries(self) -> int:
         """Rows of all query tiles."""
         return self.query_tile * self.query_tiles

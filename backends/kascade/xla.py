@@ -140,10 +140,6 @@ class Prefill:
         """The row of the places for KV head ``head`` of all sequences."""
         return head // self.spec.num_kv_heads if self.layout.batch > 1 else jnp.int32(0)
 
-    def of_head(self, rows: Float[Array, "bks d"], head: Int[Array, ""]) -> _Slots:
-        """Its part of the keys or the values."""
-        return _Slots(rows, head * self.spec.key_value_length)
-
     def seen(self, batch: Array, tile: Array, slots: Int[Array, " keys"]) -> Bool[Array, "queries keys"]:
         """Which queries of a tile see which slots."""
         layout, size = self.layout, self.tiling.query_tile
@@ -204,7 +200,7 @@ class Prefill:
         self, state: _State, batch: Array, tile: Array, query: Array, key: _Slots, value: _Slots | None
     ) -> tuple[_State, Any]:
         """The state with the local region of a query tile in it."""
-        width = min(self.tiling.local_width, self.spec.key_value_length)
+        width = min(self.tiling.local_units * self.tiling.unit, self.spec.key_value_length)
         first = jnp.asarray(self.layout.first_local)[batch, tile] * self.tiling.unit
         start = jnp.minimum(first, self.spec.key_value_length - width)  # as dynamic_slice would, but known to the mask
         slots = start + jnp.arange(width, dtype=jnp.int32)
@@ -239,7 +235,7 @@ def attend(
 
     def one_tile(head: Array, tile: Array, q: Array, chosen: Array, count: Array) -> Array:
         batch = this.batch_of(head)
-        k_head, v_head = this.of_head(keys, head), this.of_head(values, head)
+        k_head, v_head = (_Slots(x, head * spec.key_value_length) for x in (keys, values))
         state, _ = this.local(this.start(with_output=True), batch, tile, q, k_head, v_head)
 
         def step(first: Array, width: int, state: _State, *, all_real: bool) -> _State:
@@ -287,8 +283,9 @@ def select(
 
     def one_tile(head: Array, tile: Array, q: Array) -> Any:
         batch = this.batch_of(head)
-        v_head = None if values is None else this.of_head(values, head)
-        mass, state = sweep(this, batch, tile, q, this.of_head(keys, head), v_head)
+        first = head * spec.key_value_length
+        v_head = None if values is None else _Slots(values, first)
+        mass, state = sweep(this, batch, tile, q, _Slots(keys, first), v_head)
         chosen = mass if ablation == "all_heads" else choose(tiling, mass, allowed[batch, tile])
         return chosen, None if values is None else this.finish(state)
 
@@ -351,8 +348,8 @@ def _sweep_keys(
     """The same key by key, in two passes: log-sums, then the mass of each key."""
     length = this.spec.key_value_length
     width = min(_KEYS_PER_SWEEP, length)
-    steps = -(-(jnp.asarray(this.layout.first_local)[batch, tile]) // width)
     first_local = jnp.asarray(this.layout.first_local)[batch, tile]
+    steps = -(-first_local // width)
 
     def scores_of(n: Array) -> tuple[Array, Array, Any]:
         start = jnp.minimum(n * width, length - width)
@@ -432,5 +429,4 @@ def untiled(
 
 
 def _rows(x: Float[Array, "b s k d"]) -> Float[Array, "bks d"]:
-    """[B, S, K, D] -> [B * K * S, D]."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[3])

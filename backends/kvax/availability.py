@@ -8,6 +8,7 @@ plugin, and Kvax raises AttributeError beside packages that it was not made for.
 from __future__ import annotations
 
 import functools
+import re
 from importlib import metadata
 
 from ..features import Mode
@@ -74,12 +75,8 @@ def _numbers(version: str) -> tuple[int, ...] | None:
     >>> _numbers("3.6.0+git1"), _numbers("nightly")
     ((3, 6, 0), None)
     """
-    numbers = []
-    for part in version.split("+", maxsplit=1)[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers) or None
+    found = re.match(r"\d+(\.\d+)*(?=\.|\+|$)", version)
+    return tuple(map(int, found[0].split("."))) if found else None
 
 
 def _dotted(version: tuple[int, ...]) -> str:

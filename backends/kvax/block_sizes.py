@@ -13,21 +13,16 @@ from typing import Any
 from ..devices import Target
 from ..spec import AttentionSpec
 
-OPTIONS = {
-    "query_block_size": "query rows per block, forward (16, 32, 64, 128 or 256)",
-    "kv_block_size": "keys per block, forward (16, 32, 64, 128 or 256)",
-    "num_warps": "warps per thread block, forward (1, 2, 4, 8 or 16)",
-    "num_stages": "stages of the loads' pipeline, forward (1 to 8)",
-    "backward_query_block_size": "query rows per block, backward (16, 32, 64, 128 or 256)",
-    "backward_kv_block_size": "keys per block, backward (16, 32, 64, 128 or 256)",
-    "backward_num_warps": "warps per thread block, backward (1, 2, 4, 8 or 16)",
-    "backward_num_stages": "stages of the loads' pipeline, backward (1 to 8)",
+_PARAMETERS = {
+    "query_block_size": ("query rows per block", "16, 32, 64, 128 or 256", (16, 32, 64, 128, 256)),
+    "kv_block_size": ("keys per block", "16, 32, 64, 128 or 256", (16, 32, 64, 128, 256)),
+    "num_warps": ("warps per thread block", "1, 2, 4, 8 or 16", (1, 2, 4, 8, 16)),
+    "num_stages": ("stages of the loads' pipeline", "1 to 8", range(1, 9)),
 }
-_ACCEPTED = {
-    "query_block_size": (16, 32, 64, 128, 256),
-    "kv_block_size": (16, 32, 64, 128, 256),
-    "num_warps": (1, 2, 4, 8, 16),
-    "num_stages": tuple(range(1, 9)),
+OPTIONS = {
+    f"{prefix}{name}": f"{meaning}, {which} ({accepted})"
+    for prefix, which in (("", "forward"), ("backward_", "backward"))
+    for name, (meaning, accepted, _) in _PARAMETERS.items()
 }
 
 PREPROCESS_BLOCK = 128  # rows per block of the backward pass's first kernel; fixed in Kvax, which drops a remainder
@@ -95,7 +90,7 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> P
     replaced: dict[str, dict[str, int]] = {"": {}, "backward_": {}}
     for option in OPTIONS.keys() & options.keys():
         name, value = option.removeprefix("backward_"), options[option]
-        if isinstance(value, bool) or value not in _ACCEPTED[name]:
+        if isinstance(value, bool) or value not in _PARAMETERS[name][2]:
             raise ValueError(f"kvax: {option}={value!r} is not accepted; {option} is {OPTIONS[option]}.")
         replaced["backward_" if option.startswith("backward_") else ""][name] = value
     return Passes(

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from ..contract import positions
-from ..layout import Layout
+from ..layout import Layout, first_slots
 from ..operands import EitherArray
 from ..spec import AttentionSpec
 from ..vendor_kernel import padded, round_up
@@ -102,23 +102,6 @@ def convert(spec: AttentionSpec, layout: Layout, padded_query_length: int, padde
         keys_in_order,
         queries_in_order,
     )
-
-
-def first_slots(
-    ids: Int[EitherArray, "batch length"], wanted: Int[EitherArray, "batch wanted"]
-) -> tuple[Int[Array, "batch wanted"], Bool[Array, "batch wanted"]]:
-    """For each id in ``wanted``, the first slot of ``ids`` that holds it, and whether there is one.
-
-    The slot is a new name of the segment: it is small, counts upwards along the sequence, and is equal on both sides.
-    """
-
-    def one(ids: Array, wanted: Array) -> tuple[Array, Array]:
-        order = jnp.argsort(ids, stable=True)
-        sorted_ids = ids[order]
-        where = jnp.minimum(jnp.searchsorted(sorted_ids, wanted), ids.shape[0] - 1)
-        return order[where].astype(jnp.int32), sorted_ids[where] == wanted
-
-    return jax.vmap(one)(jnp.asarray(ids), jnp.asarray(wanted))
 
 
 def in_order(

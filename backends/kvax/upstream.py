@@ -49,11 +49,12 @@ class Upstream:
 def load(launch: Launch) -> Upstream:
     """A private copy of Kvax that launches kernels by ``launch``. Raises the errors of its import."""
     standin = types.ModuleType("jax_triton")
-    standin.triton_call = launch  # pyright: ignore[reportAttributeAccessIssue]
-    # The other functions that Kvax imports from jax_triton.
-    standin.cdiv = lambda a, b: -(-a // b)  # pyright: ignore[reportAttributeAccessIssue]
-    standin.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()  # pyright: ignore[reportAttributeAccessIssue]
-    standin.strides_from_shape = _strides  # pyright: ignore[reportAttributeAccessIssue]
+    vars(standin).update(  # all functions that Kvax imports from jax_triton
+        triton_call=launch,
+        cdiv=lambda a, b: -(-a // b),
+        next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length(),
+        strides_from_shape=_strides,
+    )
     with _private_modules():
         sys.modules["jax_triton"] = standin
         with _importable():

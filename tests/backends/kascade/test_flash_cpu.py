@@ -190,9 +190,9 @@ def _second_head_pooled_as_first(patch):
     each_query = rows.each_query
 
     @contextmanager
-    def wrong(e, of, batch, head, group, *shape):
-        with each_query(e, of, batch, head, group, *shape) as (i, place):
-            yield i, place - (of[0] + i) % group
+    def wrong(e, dims, head, start, count):
+        with each_query(e, dims, head, start, count) as (i, place):
+            yield i, place - (start + i) % (dims["N"] // dims["K"])
 
     patch.setattr(rows, "each_query", wrong)
 
