@@ -167,12 +167,12 @@ def attention(
     (1, 4, 2, 8)
     """
     layout = Layout(
-        query_segment_ids=_as_array(query_segment_ids),
-        key_value_segment_ids=_as_array(key_value_segment_ids),
+        query_segment_ids=_known(query_segment_ids),
+        key_value_segment_ids=_known(key_value_segment_ids),
         query_positions=_known(query_positions),
         key_value_positions=_known(key_value_positions),
-        key_value_seq_lengths=_as_array(key_value_seq_lengths),
-        page_table=_as_array(page_table),
+        key_value_seq_lengths=_known(key_value_seq_lengths),
+        page_table=_known(page_table),
         mask=_as_array(mask),
     )
     return _attend(
@@ -287,7 +287,7 @@ def dot_product_attention(
         query,
         key,
         value,
-        Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=_as_array(key_value_seq_lengths)),
+        Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=_known(key_value_seq_lengths)),
         Terms(bias=_as_4d("bias", bias)),
         backend,
         request,
@@ -430,7 +430,7 @@ def _as_float(scale: Any) -> Any:
 
 
 def _known(x: Any) -> EitherArray | None:
-    """A NumPy array as it is: its numbers can be read without waiting for a device."""
+    """A NumPy array as it is: its numbers can be read without waiting for a device, and JAX would make them int32."""
     return x if isinstance(x, np.ndarray) else _as_array(x)
 
 

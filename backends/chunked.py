@@ -82,6 +82,7 @@ class Chunked:
     ) -> Plan:
         """Sort the blocks once for all layers. Options: see :data:`OPTIONS`; raises ValueError for others."""
         checked = check_options(self.name, options, OPTIONS)
+        _checked({name: value for name, value in checked.items() if name != "tuned"})  # of the plain formula, too
         cached, step = kv_cache.is_cache(spec), decode_step.takes(spec, target)
         if spec.kv_layout == "HND" and (cached or not step):
             return turned(spec, lambda spec: self.plan(spec, layout, target=target, mode=mode, options=options))

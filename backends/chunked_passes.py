@@ -27,6 +27,7 @@ from .chunked_tiles import Corner, Program
 from .manual_axes import varying
 from .operands import Terms
 from .scores import derived
+from .spec import AttentionSpec
 
 # If the log-sum-exp is above a row's largest score by less than this, its key has the whole row up to rounding.
 _ALONE = 2.0**-21
@@ -308,6 +309,17 @@ def _d_scores(rows: _Rows, at: Array, scores: Array, products: Array, mask: Arra
     return probs, _where_visible(d_scores, mask)
 
 
+def _of_keys(
+    spec: AttentionSpec, d_keys: Float[Array, "*rows h"], d_values: Float[Array, "*rows v"]
+) -> Float[Array, "*rows h"]:
+    """The gradient of keys that hold the values."""
+    if (
+        spec.value_head_dim == spec.head_dim
+    ):  # a slice of everything makes a constant, which no share's program may have
+        return d_keys + d_values
+    return d_keys.at[..., : spec.value_head_dim].add(d_values)
+
+
 def backward(
     program: Program,
     operands: tuple[Array, Array, Array | None],
@@ -379,7 +391,7 @@ def backward(
         )
         start = *varying(start, query), d_queries, d_biases
         d_k, d_v, d_tilted, *carry = _visit(tables, batch, column, step, start)
-        found = (d_k, d_v) if stored_values else (d_k.at[..., : spec.value_head_dim].add(d_v),)
+        found = (d_k, d_v) if stored_values else (_of_keys(spec, d_k, d_v),)
         return tuple(carry), ([tiles.result(x, program) for x in found], d_tilted)
 
     nothing = (

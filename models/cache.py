@@ -204,9 +204,14 @@ class KVCache:
         return table
 
     def released(self, rows: Any) -> KVCache:
-        """The cache without the tokens of the sequences ``rows``, whose pages are free again."""
+        """The cache without the tokens of the sequences ``rows``, whose pages are free again. Raises ValueError."""
         lengths = self.lengths.copy()
-        lengths[rows] = 0
+        try:
+            lengths[rows] = 0
+        except IndexError as error:
+            raise ValueError(
+                f"rows={rows!r} must hold integers from 0 to {self.batch - 1}, the sequences of the cache."
+            ) from error
         table = None if self.page_table is None else self.page_table.copy()
         if table is not None:
             table[rows] = -1

@@ -42,9 +42,14 @@ def make_optimizer(
 
 def _adamw(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
     def matrices(tree: Params) -> Params:
-        return jax.tree.map(lambda x: x.ndim == 2, tree)
+        return jax.tree.map_with_path(_is_matrix, tree)
 
     return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=matrices)
+
+
+def _is_matrix(path: Any, x: Array) -> bool:
+    """Whether a parameter is a matrix or holds one of each expert; the biases of experts are vectors in one array."""
+    return x.ndim > 1 and not str(getattr(path[-1], "key", "")).endswith("_bias")
 
 
 def _muon(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
@@ -59,10 +64,11 @@ def _muon(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransf
 
 
 def _matrices(params: Params) -> Params:
-    """Which parameters Muon updates: the matrices of layers, not tables of embeddings and not vectors."""
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # kept as [out, in]
+    """Which parameters Muon updates: the matrices of layers, each expert's alone, not tables and not vectors."""
 
     def dimensions(path: Any, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return matrix if getattr(path[0], "key", None) == "layers" and x.ndim == 2 else None
+        if getattr(path[0], "key", None) != "layers" or not _is_matrix(path, x):
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 1, output_axis=x.ndim - 2)  # [..., out, in]
 
     return jax.tree.map_with_path(dimensions, params)

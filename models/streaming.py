@@ -55,7 +55,6 @@ def streamed_nats(
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [sequences, 2 or more].")
     require_positive_int("batch", batch)
     count, length = tokens.shape[0], tokens.shape[1] - 1
-    config.check_length("length", length)
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]
     problem = {"batch": batch, "query_length": length, "needs_grad": False}
@@ -80,8 +79,13 @@ def streamed_nats(
 
 
 def embedded(model: Transformer | Checkpoint, parts: Sequence[Int[Array, "batch length"]]) -> list[Hidden]:
-    """The hidden states before the first layer; the table of embeddings is in memory meanwhile."""
+    """The hidden states before the first layer; the table of embeddings is in memory meanwhile.
+
+    Raises ValueError for tokens beyond the positions that the model has learned.
+    """
     config = model.config
+    for tokens in parts:
+        config.check_length("length", tokens.shape[1])
     outer = model.outer(*(("embed_tokens",) if config.use_rope else ("embed_tokens", "embed_positions")))
     return [embed(config, outer, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]) for tokens in parts]
 

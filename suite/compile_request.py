@@ -21,7 +21,7 @@ from .compile import topologies
 from .compile.programs import model_config
 from .compile_run import CompileGrid
 from .errors import InputError, as_input
-from .flag_values import is_whole, names_of
+from .flag_values import is_whole, names_of, spelled
 from .grid.run_grid import RunGrid
 from .grid.running import Limits
 from .kinds.attention_call import OpCase, spec_of
@@ -36,6 +36,7 @@ from .user_function import known_row
 _SUITE = "compile"
 COMPILED_KERNELS = ("xla", "pallas")  # native kernels are for the processor at hand
 _DEFAULT_LENGTH = "2048"
+_OF_MODELS = ("seq_lens", "phases", "longest", "batch", "dtype")
 _BATCH = "batch"  # the word of --longest that asks for the largest batch
 VERDICT_TARGET = "h100"
 
@@ -93,9 +94,9 @@ def _one_step(case: OpCase | ModelCase) -> OpCase | ModelCase:
 def _cells(flags: Any) -> tuple[ModelCase, ...]:
     """Cases of the models at the given lengths."""
     if flags.model is None:
-        for name in ("seq_lens", "phases", "longest"):
-            if getattr(flags, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
+        for field in dataclasses.fields(flags):
+            if field.name in _OF_MODELS and getattr(flags, field.name) != field.default:
+                flag = spelled([field.name])
                 raise InputError(f"{flag} is about models; add --model, such as --model llama-3.2-1b.")
         return ()
     phases = names_of(flags.phases or ",".join(PHASES), "--phases")

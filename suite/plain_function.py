@@ -42,6 +42,7 @@ _KEYWORDS: Mapping[Feature, tuple[str, ...]] = {
     "soft_cap": ("logits_soft_cap",),
     "lengths": ("key_value_seq_lengths",),
     "segments": ("query_segment_ids", "key_value_segment_ids"),
+    "log_sum_exp": ("return_log_sum_exp",),
 }
 
 
@@ -132,6 +133,7 @@ def _feature_problems(plain: AttentionSpec) -> dict[Feature, tuple[dict[str, Any
         "window": ({"local_window_size": (15, 0 if plain.is_causal else 7)}, None),
         "chunk": ({"chunk_size": 48}, None),
         "soft_cap": ({"logits_soft_cap": 0.5}, None),
+        "log_sum_exp": ({"return_log_sum_exp": True}, None),
         "lengths": ({"has_seq_lengths": True}, Layout(key_value_seq_lengths=np.array([LENGTH // 3], np.int32))),
         "segments": ({"has_segment_ids": True}, Layout(query_segment_ids=ids, key_value_segment_ids=ids)),
         **{name: ({f"has_{name}": True}, Terms(**{name: x})) for name, x in learned.items()},
@@ -186,9 +188,12 @@ class _Probe:
             return False
 
     def has_shape(self, spec: AttentionSpec, **keywords: Any) -> bool:
-        """Whether a call with arrays of these sizes gives an output of the right shape."""
+        """Whether a call with arrays of these sizes gives an output (and a log-sum-exp) of the right shape."""
+        rows = 1, spec.query_length, spec.num_heads
+        expected = [(*rows, spec.value_head_dim), rows][: 1 + spec.return_log_sum_exp]
         try:
-            return self._outline(spec, **keywords).shape == (1, spec.query_length, spec.num_heads, spec.value_head_dim)
+            found = self._outline(spec, **keywords)
+            return [x.shape for x in (found if spec.return_log_sum_exp else (found,))] == expected
         except (Exception, SystemExit):  # noqa: BLE001 (as above)
             return False
 

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import ad, batching, mlir
@@ -283,8 +284,10 @@ def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
 
 
 def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
+    scale = arguments["scale"]
+    computed = isinstance(scale, Tracer)  # such as 1 / jnp.sqrt(d) inside of jax.jit
     fields = {
-        "scale": None if arguments["scale"] is None else float(arguments["scale"]),
+        "scale": None if scale is None or computed else float(scale),
         "is_causal": arguments["is_causal"],
         "local_window_size": arguments["local_window_size"],
         "has_seq_lengths": arguments["key_value_seq_lengths"] is not None,
@@ -292,8 +295,12 @@ def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
         "has_bias": arguments["bias"] is not None,
         "return_log_sum_exp": arguments["return_residual"],
     }
-    unsaid = () if arguments["query_seq_lengths"] is None else ("lengths of the queries",)
-    return _call("jax.nn.dot_product_attention", arrays, fields, unsaid)
+    unsaid = {
+        "lengths of the queries": arguments["query_seq_lengths"] is not None,
+        "a scale that the program computes": computed,
+    }
+    wanted = tuple(sentence for sentence, is_wanted in unsaid.items() if is_wanted)
+    return _call("jax.nn.dot_product_attention", arrays, fields, wanted)
 
 
 def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:

@@ -86,6 +86,11 @@ class TrainRequest:
                 f"--batch {self.batch} is not a multiple of --accumulate {self.accumulate}: an update's rows are "
                 "computed in that many equal parts."
             )
+        if self.lora is not None and self.optimizer == "muon":
+            raise InputError(
+                "--optimizer muon is for the matrices of layers, and would train adapters by Adam at a fifth of "
+                "--learning-rate; give --optimizer adamw with --lora-rank."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ def open_training(request: TrainRequest) -> Training:
         )
         dtypes = {"dtype": request.dtype} | ({"param_dtype": "float32"} if request.lora is None else {})
         config = config_of(request.model, **dtypes)
+        config.check_length("length", request.length)
         if config.vocab_size != _BYTES:
             raise InputError(
                 f"--model {request.model} has a vocabulary of {config.vocab_size}; training reads text as bytes, "

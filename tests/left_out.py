@@ -13,6 +13,8 @@ HELD_BY = {
     "head-dim-64": "head-dim-128",
     "head-dim-72": "head-dim-33",
     "head-dim-80": "head-dim-33",
+    "head-dim-96": "head-dim-33",
+    "head-dim-192": "head-dim-128",
     "head-dim-256": "head-dim-128",
     "value-dim-narrower": "value-dim-wider",
     "length-127": "length-129",

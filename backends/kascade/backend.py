@@ -108,7 +108,8 @@ class Kascade:
         ``plan.run(..., layer=i, carry=carry)`` computes layer ``i`` in its role of the schedule; without a schedule
         every layer is an anchor. Raises ValueError for options that are not accepted, for key positions, and for a
         schedule of other KV heads. Running a layer raises ValueError if there is a schedule and no ``layer``, if the
-        schedule has no such layer, or if a reuse layer gets no selection.
+        schedule has no such layer, or if a reuse layer gets no selection. The output of a traced ``layer`` that the
+        schedule does not have is NaN.
         """
         settings = _settings(spec, target, mode, options)
         roles = _roles(settings, spec)
@@ -201,12 +202,16 @@ def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | N
 def _traced_role(
     roles: tuple[LayerRole, ...], layer: Array, spec: AttentionSpec, by_role: Mapping[str, Callable[..., Any]]
 ) -> Any:
-    """The role of a layer whose number is known when the program runs: each role's code once."""
+    """The role of a layer whose number is known when the program runs: each role's code once.
+
+    The output of a layer that the schedule does not have is NaN, as no error can be raised then.
+    """
     identity = tuple(range(spec.num_kv_heads))
     head_maps = jnp.asarray([role.head_map or identity for role in roles])
     used = [name for name in by_role if name in {role.role for role in roles}]
     which = jnp.asarray([used.index(role.role) for role in roles])
-    return jax.lax.switch(which[layer], [by_role[name] for name in used], head_maps[layer])
+    out, carry = jax.lax.switch(which[layer], [by_role[name] for name in used], head_maps[layer])
+    return jnp.where((layer >= 0) & (layer < len(roles)), out, jnp.nan), carry
 
 
 def _carried(carry: Carry, tiling: Tiling, spec: AttentionSpec, layer: Any) -> Selection:

@@ -147,8 +147,7 @@ def dynamic_programming(calibration: Calibration, anchors: int) -> Schedule:
     model cannot have.
     """
     count = calibration.num_layers
-    if not 1 <= anchors <= count:
-        raise ValueError(f"anchors={anchors} must be from 1 to {count}, the number of layers.")
+    _check_number(anchors, count)
     gain = calibration.importance[None] * layer_similarity(calibration.mass_similarity)
     # best[m, a]: the largest sum over layers before a, with m anchors, the m-th of which... is followed by anchor a.
     served = np.cumsum(gain, axis=1)  # of anchor a, up to and including layer b
@@ -239,8 +238,7 @@ def greedy_by_loss(
     finite.
     """
     count, kv_heads = calibration.num_layers, calibration.kv_heads
-    if not 1 <= anchors <= count:
-        raise ValueError(f"anchors={anchors} must be from 1 to {count}, the number of layers.")
+    _check_number(anchors, count)
     found = _from_anchors(tuple(range(count)), count, kv_heads, calibration, "mass", LOSS_RULE)
     while len(found.anchors) > anchors:
         left = [tuple(a for a in found.anchors if a != layer) for layer in found.anchors[1:]]
@@ -260,6 +258,11 @@ def layer_similarity(by_heads: np.ndarray) -> np.ndarray:
     between = by_heads.max(axis=2).mean(axis=-1)
     np.fill_diagonal(between, 1.0)
     return between
+
+
+def _check_number(anchors: object, num_layers: int) -> None:
+    if not isinstance(anchors, int | np.integer) or not 1 <= anchors <= num_layers:
+        raise ValueError(f"anchors={anchors!r} must be an integer from 1 to {num_layers}, the number of layers.")
 
 
 def _by_heads(calibration: Calibration, similarity: Similarity) -> np.ndarray:

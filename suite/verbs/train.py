@@ -74,13 +74,17 @@ def run(command: Train) -> int:
     from attnsuite.models.lora import LoraConfig
 
     from .. import training_run as training
-    from ..flag_values import parse_options, parts_of
+    from ..flag_values import parse_options, parts_of, spelled
     from ..host_devices import make_host_devices, parse_mesh
 
     if command.resume and command.out is None:
         raise InputError("--resume needs --out with the directory of the run to go on with.")
+    fields = dataclasses.fields(command)
+    adapting = [f.name for f in fields if f.name.startswith("lora_") and getattr(command, f.name) != f.default]
+    if command.lora_rank is None and adapting:
+        raise InputError(f"{spelled(adapting)} is about adapters; add --lora-rank, or leave it out.")
     out = directory(command.out, "train")
-    settings = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    settings = {field.name: getattr(command, field.name) for field in fields}
     rank, alpha, targets = (settings.pop(name) for name in ("lora_rank", "lora_alpha", "lora_targets"))
     del settings["out"], settings["resume"], settings["text_field"]
     settings["text"], settings["options"] = text_of(command), parse_options(command.options)

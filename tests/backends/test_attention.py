@@ -265,8 +265,14 @@ def test_integers_of_any_dtype_mean_what_they_say(backend: str, name: str) -> No
 
 def test_integers_that_int32_does_not_hold_are_refused() -> None:
     x = draw(1, 8, 2, 8)
+    large = np.arange(8)[None] + 2**32
     with pytest.raises(ValueError, match="query_positions has numbers from 4294967296 to 4294967303"):
-        attention(x, x, x, query_positions=np.arange(8)[None] + 2**32, key_value_positions=np.arange(8)[None])
+        attention(x, x, x, query_positions=large, key_value_positions=np.arange(8)[None])
+    with pytest.raises(ValueError, match="key_value_segment_ids has numbers from 4294967296 to 4294967303"):
+        attention(x, x, x, query_segment_ids=np.arange(8)[None], key_value_segment_ids=large)
+    for call in (attention, dot_product_attention):
+        with pytest.raises(ValueError, match="key_value_seq_lengths has numbers from 4294967299 to 4294967299"):
+            call(x, x, x, key_value_seq_lengths=large[:, 3])
 
 
 @pytest.mark.wrong_types

@@ -33,6 +33,8 @@ LIKE_THESE = {  # in another dtype, length, head dimension or number of heads
     "head-dim-64",
     "head-dim-72",
     "head-dim-80",
+    "head-dim-96",
+    "head-dim-192",
     "length-127",
     "length-1000",
     "heads-equal",

@@ -48,6 +48,10 @@ def mapped(backend, **fixed):
     run = jax.vmap(forward(backend, **fixed), (0, 0, 0, None))
     return lambda q, k, v, arrays: run(q[None], k[None], v[None], arrays)[0]
 
+def of_keys(backend, **fixed):
+    run = forward(backend, value_head_dim=D, **fixed)
+    return lambda q, k, v, arrays: jax.grad(lambda *x: (run(*x, None, arrays) * dout).sum(), (0, 1))(q, k)
+
 CASES = {
     "causal": (forward, {"is_causal": True}, {}),
     "gradient": (gradient, {"is_causal": True}, {}),
@@ -56,6 +60,7 @@ CASES = {
     "mask": (gradient, {}, {"mask": mask}),
     "bias": (forward, {}, {"bias": bias}),
     "constant bias": (gradient, {}, {"bias": bias}),
+    "values in keys": (of_keys, {"is_causal": True}, {}),
     "decode": (step, {}, {"key_value_seq_lengths": lengths}),
     "log-sum-exp": (forward, {"return_log_sum_exp": True}, {}),
     "functions": (gradient, {"mask_function": masks.Dilated(3), "score_function": leaning}, {}),
@@ -102,8 +107,8 @@ print(json.dumps(found))
 # With two devices the mesh has an axis of heads with one device.
 CASES = {
     8: ("causal", "gradient", "segments", "lengths", "mask", "bias", "constant bias", "decode", "log-sum-exp",
-        "functions", "vmap"),
-    2: ("causal", "mask", "constant bias", "decode"),
+        "functions", "vmap", "values in keys"),
+    2: ("causal", "mask", "constant bias", "decode", "values in keys"),
 }  # fmt: skip
 # The controls: loops that call a user's functions, and a batch of problems.
 GATHERED = {"functions chunked", "vmap flash_cpu", "vmap chunked"}

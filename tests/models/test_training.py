@@ -140,12 +140,32 @@ def test_the_compiled_step_takes_its_state_and_leaves_the_batch(params):
 
 def test_only_matrices_decay():
     update = make_optimizer("adamw", steps=10, learning_rate=1.0, weight_decay=0.5)
-    tree = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
+    tree = {"matrix": jnp.ones((2, 2)), "experts": jnp.ones((2, 2, 2))}
+    tree |= {"vector": jnp.ones(2), "experts_bias": jnp.ones((2, 2))}
     nothing, state = jax.tree.map(jnp.zeros_like, tree), update.init(tree)
     for _ in range(2):  # the first step of the warm-up has rate zero
         change, state = update.update(nothing, state, tree)
-    assert (change["matrix"] == -0.5).all()
-    assert (change["vector"] == 0.0).all()
+    assert all((change[name] == -0.5).all() for name in ("matrix", "experts"))
+    assert all((change[name] == 0.0).all() for name in ("vector", "experts_bias"))
+
+
+def test_muon_updates_the_matrix_of_each_expert_alone_and_no_bias_as_a_matrix():
+    rng = np.random.default_rng(0)
+    matrices, biases = (jnp.asarray(rng.normal(0, 0.05, shape), jnp.float32) for shape in ((2, 4, 3), (2, 4)))
+
+    def updated(layer):
+        update = make_optimizer("muon", steps=10, learning_rate=1.0, weight_decay=0.5)
+        tree = {"layers": [layer]}
+        state = update.init(tree)
+        for _ in range(2):  # the first step of the warm-up has rate zero
+            change, state = update.update(tree, state, tree)
+        return change["layers"][0]
+
+    together = updated({"experts_up_proj": matrices, "experts_up_proj_bias": biases})
+    apart = updated({f"{i}": x for i, x in enumerate((*matrices, *biases))})
+    for name, first in (("experts_up_proj", 0), ("experts_up_proj_bias", 2)):
+        for i, expected in enumerate((apart[f"{first}"], apart[f"{first + 1}"])):
+            np.testing.assert_allclose(together[name][i], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,14 @@ def test_training_step_of_nnx_layers_with_remat_counts_each_layer_once():
     ]
 
 
+def test_scale_that_the_program_computes_is_told():
+    def step(x):
+        return jax.nn.dot_product_attention(x, x, x, scale=1 / jnp.sqrt(x.shape[-1]))
+
+    (row,) = problems_of(traced(jax.jit(step), shaped(1, 16, 2, 8)))
+    assert row.sentences == ("a scale that the program computes",)
+
+
 def test_scanned_layers_of_linen_count_as_often_as_they_run_and_mask_and_dropout_are_told():
     model = LinenModel()
     params = jax.eval_shape(model.init, jax.random.key(0), shaped(2, 16, 32))

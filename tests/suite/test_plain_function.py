@@ -42,6 +42,14 @@ def ignores_its_mask(q, k, v, mask=None):
     return jax.nn.dot_product_attention(q, k, v)
 
 
+def with_log_sum_exp(q, k, v, return_log_sum_exp=False):
+    return (plain(q, k, v), q.sum(-1)) if return_log_sum_exp else plain(q, k, v)
+
+
+def ignores_return_log_sum_exp(q, k, v, return_log_sum_exp=False):
+    return plain(q, k, v)
+
+
 def with_blocks_of_keys(q, k, v, chunk_size=128):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -66,6 +74,8 @@ def raising(q, k, v):
         (with_keywords, "bidirectional causal grouped_queries cross_length mask bias"),
         (ignores_is_causal, "bidirectional causal grouped_queries cross_length"),  # to be judged, and found wrong
         (ignores_its_mask, "bidirectional grouped_queries cross_length mask"),  # as well
+        (with_log_sum_exp, "bidirectional grouped_queries cross_length log_sum_exp"),  # as well
+        (ignores_return_log_sum_exp, "bidirectional grouped_queries cross_length"),
         (with_blocks_of_keys, "bidirectional grouped_queries cross_length"),
         (one_head_each, "bidirectional cross_length value_head_dim"),
         (off, "causal grouped_queries cross_length"),

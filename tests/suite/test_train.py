@@ -118,6 +118,12 @@ def test_the_shipped_model_takes_adapters_and_its_loss_is_that_of_a_trained_one(
     assert len(opened.trained) == opened.config.num_layers
 
 
+def test_rows_longer_than_the_learned_positions_are_refused(monkeypatch):
+    monkeypatch.setitem(PRESETS, "nano", PRESETS["nano"] | {"use_rope": False, "max_length": 16})
+    with pytest.raises(InputError, match="length=32 is more than the 16 positions that this model has learned"):
+        open_training(TrainRequest(**WORDS))
+
+
 def test_batches_follow_from_seed_and_step_alone_and_packed_rows_hold_whole_paragraphs():
     first, again = (open_training(TrainRequest(**WORDS, packed=True)).batch_of for _ in range(2))
     assert (first(3).tokens == again(3).tokens).all()

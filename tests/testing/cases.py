@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     "mqa": case(N=6, K=1, is_causal=True),
     "scale": case(is_causal=True, scale=0.5),
     # head dimensions
-    **{f"head-dim-{H}": case(B=1, N=2, K=1, H=H, is_causal=True) for H in (33, 64, 72, 80, 128, 256)},
+    **{f"head-dim-{H}": case(B=1, N=2, K=1, H=H, is_causal=True) for H in (33, 64, 72, 80, 96, 128, 192, 256)},
     "value-dim-wider": case(H=32, Hv=64, is_causal=True),
     "value-dim-narrower": case(H=48, Hv=32, is_causal=True),
     # lengths

@@ -78,6 +78,12 @@ def applied(flags: Mapping[str, Any], cases: Sequence[Case]) -> tuple[Case, ...]
     changed = [[_changed(case, fields) for fields in found] for case in cases]
     if not any(new for row in changed for new in row):
         raise InputError(f"{spelled(flags)}: no case of this suite is about Kascade; use --suite kascade.")
+    limits = [name for name in ("threshold", "max_reuse_dist") if name in flags]
+    if limits and not any(getattr(new, "schedule", None) in GREEDY_RULES for row in changed for new in row):
+        raise InputError(
+            f"{spelled(limits, ' and ')} is about a greedy rule, and no case has one; add --schedule "
+            f"{' or --schedule '.join(GREEDY_RULES)}."
+        )
     made = [
         case if new is None else new if len(set(row)) == 1 else _named(new, fields)
         for case, row in zip(cases, changed, strict=True)

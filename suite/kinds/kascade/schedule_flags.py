@@ -15,7 +15,7 @@ from attnsuite.backends.kascade import (
 )
 
 from ...errors import InputError, as_input
-from ...flag_values import is_whole, parts_of
+from ...flag_values import is_whole, parts_of, spelled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,16 @@ class ScheduleFlags:
     def check(self, num_layers: int, kv_heads: int) -> None:
         """Raise InputError for flags that fit no model of these sizes."""
         numbers = self._numbers()
+        limits = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name in ("threshold", "max_reuse_dist") and getattr(self, field.name) != field.default
+        ]
+        if limits and self.schedule in ("dp", LOSS_RULE, "manual"):
+            raise InputError(
+                f"{spelled(limits, ' and ')} has no place in schedule {self.schedule}; leave it out, or give "
+                f"--schedule {' or --schedule '.join(GREEDY_RULES)}."
+            )
         if self.schedule == "manual":
             with as_input("--"):
                 manual(numbers, num_layers=num_layers, kv_heads=kv_heads)

@@ -277,6 +277,15 @@ def test_a_schedule_for_another_model_is_refused(layer, schedule, word):
         attended()
 
 
+@pytest.mark.parametrize("layer", [2, -1])
+def test_traced_layer_that_the_schedule_does_not_have_is_nan(layer):
+    problem, options = sparse(), {"schedule": manual((0, 1), num_layers=2, kv_heads=2)}
+    plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options=options)
+    run = jax.jit(lambda number: plan.run(*problem.inputs, layer=number)[0])
+    assert np.isnan(run(layer)).all()
+    np.testing.assert_array_equal(run(1), plan.run(*problem.inputs, layer=1)[0])
+
+
 def test_key_positions_are_refused_at_the_plan():
     spec = dataclasses.replace(sparse(T=1, S=8).spec, has_positions=True)
     layout = Layout(key_value_positions=jnp.zeros((2, 8), jnp.int32))

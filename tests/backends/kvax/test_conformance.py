@@ -29,6 +29,8 @@ class TestKvax(Conformance):
             "head-dim-33",
             "head-dim-72",
             "head-dim-80",
+            "head-dim-96",
+            "head-dim-192",
             "value-dim-narrower",
             "window-*",
             "decode-window",
