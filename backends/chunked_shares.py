@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,17 +24,28 @@ from .spec import AttentionSpec
 
 _Tables = tuple[PaddedLayout, tuple[BlockTable, ...]]
 
-# The dimensions of the operands, as ``partitioned.py`` writes them.
-_OPERANDS, _SEEN = ("btnh", "bskh", "bskv"), ("btnv", "btn", "btn")
-_TERMS = Terms(**dict[str, Any](bias="bnts", alibi="n", sinks="n"))
+_LETTERS = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskv",
+    "bias": "bnts",
+    **dict.fromkeys(("alibi", "sinks"), "n"),
+    **dict.fromkeys(("out", "d_out"), "btnv"),
+    **dict.fromkeys(("top", "rest", "d_lse"), "btn"),
+}
 
 
 def forward(
     program: Program, query: Array, keys_values: tuple[Array, Array | None], terms: Terms, tables: _Tables
 ) -> tuple[Array, Array, Array]:
     """As :func:`attnsuite.backends.chunked_passes.forward`, of a contiguous cache."""
-    letters = _OPERANDS[0], _OPERANDS[1:], _TERMS
-    return _by_shares(program, passes.forward, (query, keys_values, terms), letters, tables, _SEEN)
+    arrays = {"query": query, "key": keys_values[0], "value": keys_values[1], **_learned(terms)}
+
+    def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, Array, Array]:
+        learned = Terms(**{name: x[name] for name in _learned(terms)})
+        return passes.forward(program, x["query"], (x["key"], x.get("value")), learned, *tables)
+
+    return _by_shares(program, compute, arrays, tables, ("btnv", "btn", "btn"))
 
 
 def backward(
@@ -49,38 +60,50 @@ def backward(
     """As :func:`attnsuite.backends.chunked_passes.backward`."""
     if not {"bias", "alibi"}.isdisjoint(requested):  # all sequences add to one gradient
         return passes.backward(program, operands, seen, cotangents, terms, *tables, requested)
+    names = ("query", "key", "value", "out", "top", "rest", "d_out", "d_lse")
+    arrays = {**dict(zip(names, (*operands, *seen, *cotangents), strict=True)), **_learned(terms)}
 
-    def compute(*of_share: Any) -> tuple[Array, ...]:
-        found = passes.backward(*of_share, requested=())
+    def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, ...]:
+        shares: list[Any] = [x.get(name) for name in names]
+        query, key, value, out, top, rest, d_out, d_lse = shares
+        known = Terms(**{name: x[name] for name in _learned(terms)})
+        found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), known, *tables, ())
         return tuple(x for x in found[:3] if x is not None)
 
-    arrays, letters = (operands, seen, cotangents, terms), (_OPERANDS, _SEEN, _SEEN[:2], _TERMS)
-    results = _OPERANDS if operands[2] is not None else _OPERANDS[:2]
-    d_query, d_key, *d_value = _by_shares(program, compute, arrays, letters, tables, results)
+    results = ("btnh", "bskh", *(["bskv"] if operands[2] is not None else []))
+    d_query, d_key, *d_value = _by_shares(program, compute, arrays, tables, results)
     return d_query, d_key, (*d_value, None)[0], Terms()
 
 
-def _by_shares(
-    program: Program, compute: Callable[..., Any], arrays: Any, letters: Any, tables: _Tables, results: Sequence[str]
-) -> Any:
-    """``compute(program, *arrays, *tables)`` of each share. ``letters`` is a tree like ``arrays``, without its None."""
-    spec, (leaves, of_arrays) = program.spec, jax.tree.flatten(arrays)
-    of_tables, tree = jax.tree_util.tree_flatten_with_path(tables)
-    empty = [path[-1].name in ("partial", "full") and passes.never(x) for path, x in of_tables]
+def _learned(terms: Terms) -> dict[str, Any]:
+    return {name: getattr(terms, name) for name in terms.given()}
 
-    def of_share(share_spec: AttentionSpec, *operands: Any) -> Any:
+
+def _by_shares(
+    program: Program,
+    compute: Callable[[Program, Mapping[str, Any], _Tables], tuple[Array, ...]],
+    arrays: Mapping[str, Any],
+    tables: _Tables,
+    results: Sequence[str],
+) -> Any:
+    arrays, spec = {name: x for name, x in arrays.items() if x is not None}, program.spec
+    flat, tree = jax.tree_util.tree_flatten_with_path(tables)
+    empty = [path[-1].name in ("partial", "full") and passes.never(x) for path, x in flat]
+
+    def of_share(share_spec: AttentionSpec, *operands: Any) -> tuple[Array, ...]:
         heads = math.gcd(program.sizes.heads_per_tile, share_spec.num_kv_heads)
         sizes = program.sizes if share_spec == spec else dataclasses.replace(program.sizes, heads_per_tile=heads)
-        known = [np.zeros(x.shape, np.int32) if no else x for x, no in zip(operands[len(leaves) :], empty, strict=True)]
+        leaves = [
+            np.zeros(x.shape, np.int32) if no else x for x, no in zip(operands[len(arrays) :], empty, strict=True)
+        ]
         share = dataclasses.replace(program, spec=share_spec, sizes=sizes)
-        return compute(share, *of_arrays.unflatten(operands[: len(leaves)]), *tree.unflatten(known))
+        return compute(share, dict(zip(arrays, operands, strict=False)), tree.unflatten(leaves))
 
-    operands = *leaves, *(x for _, x in of_tables)
+    operands = *arrays.values(), *(x for _, x in flat)
     functions = spec.mask_function, spec.score_function  # they may hold arrays, which a share's program cannot
     if functions != (None, None) or not program.on_cpu:
         return of_share(spec, *operands)
-    given = jax.tree.map(lambda x, each: each if x is not None else x, arrays, letters, is_leaf=lambda x: x is None)
-    dims = [*jax.tree.leaves(given), *(_of_table(path[-1].name, x) for path, x in of_tables)]
+    dims = [*(_LETTERS[name] for name in arrays), *(_of_table(path[-1].name, x) for path, x in flat)]
     return by_shares(of_share, spec, operands, dims, results)
 
 
