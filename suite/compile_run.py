@@ -127,12 +127,6 @@ def nothing_compiled(records: Sequence[Record]) -> bool:
     )
 
 
-def never_compiled(backends: Sequence[str], records: Sequence[Record]) -> list[str]:
-    """The functions of a user's file that no cell compiled; one that does not fit a device was compiled."""
-    compiled = {record.requested for record in records if record.status in ("ok", "oom")}
-    return [name for name in backends if is_reference(name) and name not in compiled]
-
-
 def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
     """The largest of the ascending ``sizes`` that fits, by bisection; None where none does.
 

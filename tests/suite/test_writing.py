@@ -140,23 +140,3 @@ def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
     monkeypatch.setattr(compile_run, "compile_all", compile_all)
     assert code_of("compile", "--targets", "v5e", "--out", tmp_path / "run") == code
     assert ("nothing was compiled, for want of a compiler" in capsys.readouterr().err) == bool(code)
-
-
-@pytest.mark.parametrize(("status", "code"), [("crashed", 1), ("unsupported", 1), ("oom", 0), ("ok", 0)])
-def test_function_of_yours_that_compiled_in_no_case_is_no_success(
-    tmp_path, capsys, monkeypatch, example_record, status, code
-):
-    name = f"{tmp_path}/my.py:fn"
-    (tmp_path / "my.py").write_text("def fn(query, key, value): return value\n")
-
-    def compile_all(request, *_):
-        rows = {"standard": "ok", name: status}
-        records = [dataclasses.replace(example_record, key=row, requested=row, status=rows[row]) for row in rows]
-        with RunStore(request.out, resume=False) as store:
-            store.append(dataclasses.replace(record, mode="compile") for record in records)
-            return store.records
-
-    monkeypatch.setattr(compile_run, "compile_all", compile_all)
-    words = ["--targets", "v5e", "--backends", f"standard,{name}", "--out", tmp_path / "run"]
-    assert code_of("compile", *words) == code
-    assert (f"{name} compiled in no case" in capsys.readouterr().err) == bool(code)
