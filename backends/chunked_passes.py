@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,10 +125,18 @@ def _reader(x: Array | Reader, program: Program) -> Reader:
     return lambda tile, start, width: tiles.unpack(lax.dynamic_slice_in_dim(tiled[tile], start, width, 1), program)
 
 
-def _fitted(terms: Terms, program: Program, rows: int, columns: int) -> tuple[Array | None, Array | None]:
+class _Fitted(NamedTuple):
     """Slopes, one per tile, KV head and query head of its group, and the bias, fitted to the blocks of a pass."""
-    slopes = None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program)
-    return slopes, None if terms.bias is None else blocks.fitted(terms.bias, rows, columns)
+
+    slopes: Array | None
+    bias: Array | None
+
+
+def _fitted(terms: Terms, program: Program, rows: int, columns: int) -> _Fitted:
+    return _Fitted(
+        None if terms.alibi is None else tiles.tile_per_head(terms.alibi, program),
+        None if terms.bias is None else blocks.fitted(terms.bias, rows, columns),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +152,7 @@ class _Block:
 def _block(
     program: Program,
     layout: PaddedLayout,
-    terms: tuple[Array | None, Array | None],
+    terms: _Fitted,
     scores: Array,
     corner: Corner,
     rows: int,
@@ -313,9 +321,7 @@ def _of_keys(
     spec: AttentionSpec, d_keys: Float[Array, "*rows h"], d_values: Float[Array, "*rows v"]
 ) -> Float[Array, "*rows h"]:
     """The gradient of keys that hold the values."""
-    if (
-        spec.value_head_dim == spec.head_dim
-    ):  # a slice of everything makes a constant, which no share's program may have
+    if spec.value_head_dim == spec.head_dim:  # a slice of everything is a constant, which no share's program may have
         return d_keys + d_values
     return d_keys.at[..., : spec.value_head_dim].add(d_values)
 
@@ -396,7 +402,7 @@ def backward(
 
     nothing = (
         jnp.zeros((count * q_blocks, heads, spec.head_dim, group * block), jnp.float32),
-        None if learned[1] is None or "bias" not in requested else jnp.zeros(learned[1].shape, jnp.float32),
+        None if learned.bias is None or "bias" not in requested else jnp.zeros(learned.bias.shape, jnp.float32),
     )
     operands_of_columns = *_grid(count, kv_blocks), keys, keys_transposed, *values
     (d_queries, d_biases), (found, d_tilted) = lax.scan(one_column, varying(nothing, query), operands_of_columns)

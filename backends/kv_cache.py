@@ -107,8 +107,10 @@ def gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec,
 
     Each layer gathers the slots of every sequence, ``key_value_length`` of them, and multiplies them by their scales.
     """
-    if spec.kv_dtype is not None and spec.dtype != "float32":
-        return unrounded(spec, lambda wide: gathered(wide, layout, plan))
+    return unrounded(spec, lambda wide: _gathered(wide, layout, plan))
+
+
+def _gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec, Layout], Plan]) -> Plan:
     bare = dataclasses.replace(spec, page_size=None, num_pages=None, kv_dtype=None)
     contiguous = dataclasses.replace(layout, page_table=None)
     made, unread = plan(bare, contiguous), unread_slots(spec, layout)

@@ -68,8 +68,15 @@ class AttentionSpec(Announced):
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _in_one_form(field.name, getattr(self, field.name)))
-        counts = [field.name for field in dataclasses.fields(self) if field.type == "int"]
-        for name in (*counts, "value_head_dim"):
+        for name in (
+            "batch",
+            "query_length",
+            "key_value_length",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "value_head_dim",
+        ):
             _require_positive_int(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
