@@ -134,10 +134,11 @@ def too_wide(page, markdown):
     return page.evaluate(TOO_WIDE)
 
 
-def test_tables_of_published_pages_fit_the_column_of_github(browser):
+def test_tables_of_times_fit_the_column_of_github_in_every_published_page(browser):
     page = browser.new_page()
     texts = {path.parent.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*/report.md")}
-    assert [(name, wide) for name, text in texts.items() if (wide := too_wide(page, text))] == []
+    wide = [(name, head) for name, text in texts.items() for head in too_wide(page, text)]
+    assert [each for each in wide if "median" in each[1]] == []  # those of counts, verdicts and quality may scroll
     heads = ["median (ms) [95% interval]"] * 12
     table = "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["--:"] * 12, ["1610 [1560, 1670]"] * 12))
     assert too_wide(page, table), "a table of twelve such columns does not fit"
@@ -172,6 +173,7 @@ def test_row_keeps_its_case_when_rows_are_sorted_and_a_missing_value_is_last(sho
             cells.append(record("chunked", case=f"s{length}", problem=problem, samples=(length * 1e-6,) * 10))
     reports.render(folder := write_run(*cells))
     page = show(folder / "report.html")
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     heads = page.locator("table").evaluate_all("all => all.map((one) => one.tHead.textContent)")
     overview = next(place for place, head in enumerate(heads) if "chunked" in head)
     speed = next(place for place, head in enumerate(heads) if "samples" in head)
