@@ -12,6 +12,7 @@ from .answer import exact_speeds
 from .cells import Cell, Group, cells_of
 from .formatting import TIMES, code, escape, estimate, number, plural, shorten
 
+_FEW = 3  # failed cases that are named
 _FAILED = ("wrong", "oom", "timeout", "crashed")
 
 
@@ -103,11 +104,11 @@ def failed(groups: Sequence[Group]) -> list[str]:
             if cell.record.status == status:
                 text = shorten(cell.record.error or "no error was recorded")
                 found.setdefault((status, cell.label, text), []).append(cell.case)
-    return [
-        f"**{status}**, {code(label)} in {escape(named[0]) if len(named) == 1 else plural(len(named), 'case')}: "
-        f"{escape(text)}"
-        for (status, label, text), named in found.items()
-    ]
+    lines = []
+    for (status, label, text), named in found.items():
+        places = "; in ".join(map(escape, named)) if len(named) <= _FEW else plural(len(named), "case")
+        lines.append(f"**{status}**, {code(label)} in {places}: {escape(text)}")
+    return lines
 
 
 def model_quality(groups: Sequence[Group]) -> list[str]:

@@ -104,8 +104,8 @@ def judged(outcome: Outcome, *, exact: bool) -> Outcome:
 def describe_failure(errors: Mapping[str, TensorError]) -> str | None:
     """One line about the tensors that failed, or None where all passed."""
     failed = [
-        f"{name} is off by {'NaN or infinity' if e.max_error is None else format(e.max_error, '.2g')}"
-        f" (allowed {e.allowed:.2g})"
+        f"{name} is off by {'NaN or infinity' if e.max_error is None else format(e.max_error, '.3g')}"
+        f" (allowed {e.allowed:.3g})"
         for name, e in errors.items()
         if not e.passed
     ]

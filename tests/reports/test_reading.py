@@ -5,12 +5,14 @@ from attnsuite.reports.cells import group
 from attnsuite.reports.figures import reason_numbers
 
 
-def test_failures_are_counted_with_their_error(record):
+def test_failures_stand_with_their_error_and_up_to_three_cases_by_name(record):
     cells = [
         record("splash", case=f"c{i}", problem={"sequence": i + 1}, status="timeout", error="stopped", samples=())
-        for i in range(2)
+        for i in range(4)
     ]
-    assert reading.failed(group(cells)) == ["**timeout**, `splash` in 2 cases: stopped"]
+    assert reading.failed(group(cells)) == ["**timeout**, `splash` in 4 cases: stopped"]
+    found = reading.failed(group(cells[:2]))
+    assert found == ["**timeout**, `splash` in forward, T 1, S 1; in forward, T 2, S 2: stopped"]
 
 
 def test_refusal_says_what_ran_instead(record):
