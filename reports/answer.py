@@ -73,7 +73,9 @@ def answer_lines(run: Run) -> list[str]:
         return []
     found = [_row(member) for member in timed]
     headers = ["case", "use this", f"time, x {baseline_of(record.kind for record in run.records)}"]
-    values = [[_plain(row.get(key)) for key in ("use", "time_over_standard")] for row in found]
+    keys = ("use", "time_over_standard") if any(row.get("time_over_standard") for row in found) else ("use",)
+    headers = headers[: 1 + len(keys)]
+    values = [[_plain(row.get(key)) for key in keys] for row in found]
     room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers[1:], *values, strict=True))
     names = [shortened(member.cells[0].record.case, room) for member in timed]
     rows = [[name, *row] for name, row in zip(names, values, strict=True)]
@@ -118,11 +120,15 @@ def _seconds(cell: Cell) -> float:
     return cell.speed.median.value if cell.speed else float("inf")
 
 
-def _against_standard(best: Cell, case: Group) -> Interval | str:
+def _against_standard(best: Cell, case: Group) -> Interval | str | None:
+    """The time relative to the baseline's, or why there is none; None where the baseline was not asked for."""
     if best.speed is not None and best.speed.ratio is not None:
         return best.speed.ratio
+    baseline = baseline_of([case.kind])
+    if all(cell.record.requested != baseline for cell in case.cells):
+        return None
     timed = any(cell.is_baseline and cell.speed for cell in case.cells)
-    return "standard was measured in another session" if timed else "standard has no speed here"
+    return f"{baseline} was measured in another session" if timed else f"{baseline} has no speed here"
 
 
 def _sure(ranked: Sequence[Cell]) -> str:

@@ -67,6 +67,12 @@ def test_fewer_than_six_samples_tell_nothing(record):
     assert found["others"] == "standard 10.0"
 
 
+def test_nothing_is_relative_to_standard_where_it_was_not_asked_for(record, write_run):
+    assert row(record("chunked")).get("time_over_standard") is None
+    lines = answer_lines(load(write_run(record("chunked"))))
+    assert lines[0].split() == ["case", "use", "this"]
+
+
 def test_wrong_standard_is_no_baseline(record):
     found = row(record(status="wrong"), record("chunked"))
     assert found["time_over_standard"] == "standard has no speed here"
