@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends.resolve import PRIORITY
-from attnsuite.models import ModelConfig, Transformer, load_shipped, save, write_random
+from attnsuite.models import ModelConfig, Transformer, save, write_random
 from attnsuite.models.weights import load, shipped
 from attnsuite.suite import layerwise_perplexity as perplexity_run
 from attnsuite.suite.errors import InputError
@@ -150,8 +150,7 @@ def test_random_weights_are_calibrated_and_measured_on_random_tokens_and_are_inv
 
 
 def test_a_calibration_of_another_model_is_refused(calibrated, tmp_path, capsys):
-    model = load_shipped()
-    save(Transformer(model.config), tmp_path / "other")
+    save(Transformer(ModelConfig.from_preset("debug", num_layers=1)), tmp_path / "other")
     words = ["--model", tmp_path / "other", "--backend", "kascade", "--calibration", calibrated]
     code, said, _ = perplexity(capsys, tmp_path / "run", *words)
     assert code == 2
