@@ -49,7 +49,7 @@ FAULTS = (
     Fault("nohup", "a signal that is ignored stays ignored",
           ("test_interruption.py::test_a_signal_that_is_ignored_stays_ignored",)),
     Fault("a plug-in hangs in `plan`", "its cell is a record with status `timeout`",
-          (f"{_RECORD}[hanging-timeout-20 s]",)),
+          ("test_faults.py::test_cell_that_hangs_is_ended_and_becomes_a_record_without_samples",)),
     Fault("a plug-in hangs when it is asked what it takes", "one sentence; nothing was begun",
           ("test_faults.py::test_backend_that_hangs_when_it_is_asked_ends_the_run_with_a_sentence",)),
     Fault("a plug-in takes more memory than the limit", "status `oom`", (f"{_RECORD}[hungry-oom-1.00 GiB]",)),

@@ -45,7 +45,7 @@ def keys(out):
 def killed(tiny, tmp_path_factory, attnsuite):
     """A run of two cells that is killed behind its first record: its command, directory and living workers."""
     out = known_machine(tmp_path_factory.mktemp("killed") / "run")
-    command = ("run", "--suite", tiny, "--backends", "standard", "--sample-seconds", "0.1", "--out", out)
+    command = ("run", "--suite", tiny, "--backends", "standard", "--sample-seconds", "0.01", "--out", out)
     process = attnsuite.start(*command)
     wait_for_records(process, out, 1)
     workers = psutil.Process(process.pid).children(recursive=True)
@@ -66,7 +66,7 @@ def test_killed_run_leaves_no_orphans_and_resumes_with_each_cell_once(killed, at
     assert "other --sample-seconds" in refused("run", "--resume", "--out", out, "--sample-seconds", "0.2")
     page = reports.render(out).read_text(encoding="utf-8")
     assert "This run was not finished: 1 of its 2 cells have no record." in page
-    assert "--sample-seconds 0.1" in page
+    assert "--sample-seconds 0.01" in page
 
     code, _, err = attnsuite.finish(attnsuite.start("run", "--resume", "--out", out))
     assert code == 0, err

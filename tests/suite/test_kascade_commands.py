@@ -60,7 +60,7 @@ def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(new_run, tmp_path,
     suite = tmp_path / "small.toml"
     suite.write_text(SMALL)
     rows = "dense,kascade,stale_indices,reuse_layer"  # of all controls: test_kascade.py
-    assert code_of("run", "--suite", suite, "--backends", rows, "--out", new_run) == 0
+    assert code_of("run", "--suite", suite, "--backends", rows, "--out", new_run, "--sample-seconds", "0.01") == 0
     records = [json.loads(line) for line in (new_run / "records.jsonl").read_text().splitlines()]
     by_row = {(record["kind"], record["requested"]): record for record in records}
     assert {record["status"] for record in records} == {"ok"}, [r["error"] for r in records]
