@@ -15,7 +15,7 @@ CORE = (
 BREADTH = (
     *CORE,
     *("plain", "head-dim-80", "value-dim-wider", "length-129", "more-queries-causal", "decode-1", "chunk-of-prefill"),
-    *("chunk-causal", "segments-returning", "padding-only", "ragged-beyond-all-keys", "positions-shuffled"),
+    *("chunk-causal", "segments-returning", "ragged-beyond-all-keys", "positions-shuffled"),
     *("mask-dead-rows", "mask-and-bias", "bias-of-minus-infinity", "log-sum-exp-of-nothing", "function-positions"),
     *("score-soft-cap", "sinks-of-nothing", "pages", "kv-int8-pages-hnd", "values-in-keys-bfloat16"),
     *("combination-float16", "causal-1000-bfloat16", "big-logits-bfloat16"),
