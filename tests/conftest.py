@@ -20,7 +20,7 @@ import pytest
 
 from attnsuite.testing import Conformance
 from attnsuite.testing.cases import CASES
-from landing import BREADTH, CORE, is_landing
+from landing import BREADTH, CORE, ONCE_MORE, is_landing
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -146,7 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("core")
         number = item.callspec.params.get("number") if of_a_suite and hasattr(item, "callspec") else None
         sweeps = number is not None and number != item.cls.random_problems[0]
-        if sweeps or _case_of(item) not in (None, *BREADTH):
+        case = _case_of(item)
+        if sweeps or case not in (None, *BREADTH) or case in ONCE_MORE.get(getattr(item, "originalname", None), ()):
             item.add_marker("thorough")
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
     if _runs_first(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Layout, Plan, Target, Terms, make_spec, oracle, plan, registry
+from attnsuite.backends import AttentionSpec, Layout, Plan, Target, Terms, make_spec, oracle, plan, registry
 from attnsuite.backends.contract import NO_TERMS
 from attnsuite.backends.kv_cache import quantize, ragged_layout
 from declared import sized
@@ -27,8 +28,18 @@ TABLE, LENGTHS = np.array([[7, 2, -1], [4, 0, 5]], np.int32), np.array([6, 12], 
 
 def run(backend: str, query: Any, key: Any, value: Any, layout: Layout, terms: Terms = NO_TERMS, **options: Any) -> Any:
     spec = make_spec(query, key, value, layout, terms, needs_grad=False, **options)
-    made = plan(registry.get(backend), spec, layout, target=Target.here())
-    return np.asarray(jax.jit(lambda q, k, v: made.run(q, k, v, terms=terms)[0])(query, key, value))
+    return np.asarray(_run(backend, spec)(layout, terms, query, key, value))
+
+
+@functools.cache
+def _run(backend: str, spec: AttentionSpec) -> Any:
+    """Compiled once for all layouts and terms."""
+
+    @jax.jit
+    def run(layout: Layout, terms: Terms, *operands: Any) -> Any:
+        return plan(registry.get(backend), spec, layout, target=Target.here()).run(*operands, terms=terms)[0]
+
+    return run
 
 
 @pytest.mark.parametrize("backend", ["standard", "chunked"])

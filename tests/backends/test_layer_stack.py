@@ -1,5 +1,7 @@
 """Kascade in models of flax: each layer has its role and gets the selection of its anchor, in a list and in a scan."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import linen, nnx
 
 from attnsuite import backends
 from attnsuite.backends.kascade import manual
+from landing import swept
 
 LENGTH, TILE, HEADS, DIM = 256, 16, 2, 8
 WIDTH = HEADS * DIM
@@ -86,20 +89,23 @@ def recorded(attend, seen):
     return recording
 
 
-def calls_of(model, stack, x=X, *, by_number):
+@functools.cache
+def calls_of(name):
     """Query, key, value and output of each layer's attention."""
-    seen = []
-    if by_number:
+    model, stack, seen = MODELS[name], backends.LayerStack(4), []
+    if "scan" not in name:
         attends = [recorded(attend_as(stack[i]), seen) for i in range(4)]
     else:
         attends = [recorded(attend_as(stack), seen)] * 4
-    jax.block_until_ready(model(stack, attends)(x))
+    jax.block_until_ready(model(stack, attends)(X))
     jax.effects_barrier()
     return seen
 
 
-def planned(calls):
+@functools.cache
+def planned(name):
     """Outputs and selections of the same calls by one plan, which hands the selection on by itself."""
+    calls = calls_of(name)
     query, key, value, _ = (jnp.asarray(x) for x in calls[0])
     how = {"is_causal": True, "needs_grad": False}
     spec = backends.make_spec(query, key, value, backends.Layout(), backends.Terms(), scale=None, **how)
@@ -111,20 +117,19 @@ def planned(calls):
     return outs
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, ("nnx-scan", "linen")))
 def test_each_layer_computes_its_role_with_its_anchors_selection(name):
-    calls = calls_of(MODELS[name], backends.LayerStack(4), by_number="scan" not in name)
+    calls = calls_of(name)
     assert len(calls) == 4
-    for layer, ((query, key, value, out), (expected, _)) in enumerate(zip(calls, planned(calls), strict=True)):
+    for layer, ((query, key, value, out), (expected, _)) in enumerate(zip(calls, planned(name), strict=True)):
         np.testing.assert_allclose(out, expected, atol=1e-5)
         dense = backends.attention(query, key, value, is_causal=True, backend="standard")
         assert (np.abs(out - dense).max() > 0.05) == (layer > 0), "only the first layer of this schedule is dense"
 
 
-@pytest.mark.parametrize("model", LISTS)
-def test_a_key_outside_of_the_selection_changes_nothing_in_a_reusing_layer(model):
-    calls = calls_of(model, backends.LayerStack(4), by_number=True)
-    ((_, _), (_, selection), _, _) = planned(calls)
+def test_a_key_outside_of_the_selection_changes_nothing_in_a_reusing_layer():
+    calls = calls_of("linen")
+    ((_, _), (_, selection), _, _) = planned("linen")
     tile = 3
     reads = (np.asarray(selection.selected) == tile).any((0, 1, 3))  # query tiles that selected it for some head
     reads[: tile + 1] = True  # its own, and earlier ones, which see nothing of it
@@ -152,7 +157,7 @@ def test_a_shuffled_order_is_an_error(model):
 
 def test_the_selection_of_another_layer_is_not_the_same():
     """The control of the first test: a layer that got its own selection would not have passed."""
-    calls = calls_of(nnx_list, backends.LayerStack(4), by_number=True)
+    calls = calls_of("linen")
     query, key, value, out = calls[1]
     own = {name: value for name, value in OPTIONS.items() if name != "schedule"}
     selected_itself = backends.attention(query, key, value, backend="kascade", **(HOW | {"backend_options": own}))

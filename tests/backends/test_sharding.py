@@ -85,12 +85,12 @@ print(json.dumps(found))
 # How arrays are divided does not depend on the backend; of a second one what its own gradient rules have to bear. Rings
 # have one way without a mask by position, one for causality over slots, and one for every other mask.
 CASES = {
-    "standard": ["combination", "ragged-causal", "decode-4", "sinks", "log-sum-exp-of-nothing", "bias-per-head"],
+    "standard": ["combination", "ragged-causal", "decode-4", "log-sum-exp-of-nothing", "bias-per-head"],
     "chunked": ["log-sum-exp", "sinks", "sinks@ring", "alibi@gather"],
     "flash_cpu": ["plain@ring", "causal@ring", "window-causal@ring"],
 }
 if not is_landing():
-    CASES["standard"] += ["causal", "gqa-8", "padding-both-ends", "mask-per-head", "bias-broadcast"]
+    CASES["standard"] += ["sinks", "causal", "gqa-8", "padding-both-ends", "mask-per-head", "bias-broadcast"]
     CASES["chunked"] += ["combination"]
     CASES["flash_cpu"] += ["causal", "function-dilated@ring"]
 if not importlib.util.find_spec("llvmlite"):

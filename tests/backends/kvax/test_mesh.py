@@ -46,6 +46,7 @@ for name, (shape, axes, divides, cases) in {DEALT}.items():
     assert in_four_devices(code).splitlines() == dealt
 
 
+@pytest.mark.thorough
 def test_wrong_order_of_the_queries_is_seen():
     """Negative control: queries that are dealt in Kvax's order but not taken back are not the answer."""
     code = """
