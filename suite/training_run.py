@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -45,6 +46,7 @@ from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
 _BYTES = 256
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _ENVIRONMENT = ("versions", "source", "target", "device_kind", "device_count", "flags")
 
 
@@ -175,7 +177,7 @@ def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], B
 
 def packed_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
     """Batches of rows packed with the paragraphs of ``data``, by step."""
-    paragraphs = [np.frombuffer(part, np.uint8) for part in data.tobytes().split(b"\n\n") if part.strip()]
+    paragraphs = [np.frombuffer(part, np.uint8) for part in _BLANK_LINE.split(data.tobytes()) if part.strip()]
     rows: Packed = pack(paragraphs, request.length)
 
     def batch_of(step: int) -> Batch:
@@ -287,6 +289,7 @@ def _settings(request: TrainRequest, opened: Training) -> dict[str, Any]:
     found = describe()
     settings = {
         "request": dataclasses.asdict(request),
+        "config": dataclasses.asdict(opened.config),
         "text_sha256": opened.text_sha256,
         "base_sha256": None if opened.base is None else _digest(opened.base),
         "calibration_sha256": None if request.calibration is None else _digest(_files_of(request.calibration)),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends.choices import problem_of
-from attnsuite.models import PRESETS, load, load_shipped, lora
+from attnsuite.models import PRESETS, TextFile, load, load_shipped, lora
 from attnsuite.models.kascade import calibration
 from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.suite.errors import InputError
@@ -132,6 +132,26 @@ def test_batches_follow_from_seed_and_step_alone_and_packed_rows_hold_whole_para
     assert first(3).segment_ids.shape == (1, 2, 32)
     other = open_training(TrainRequest(**WORDS | {"seed": 1})).batch_of
     assert (other(3).tokens != open_training(TrainRequest(**WORDS)).batch_of(3).tokens).any()
+
+
+def test_blank_lines_of_windows_end_paragraphs_too(tmp_path):
+    (tmp_path / "text").write_bytes(b"\r\n\r\n".join(b"paragraph %d" % i for i in range(99)))
+    request = TrainRequest(**WORDS, packed=True, text=TextFile(str(tmp_path / "text")))
+    rows = open_training(request).batch_of(0)
+    assert (np.asarray(rows.tokens) != ord("\r")).all()
+    assert np.asarray(rows.segment_ids).max() == 1
+
+
+@needs_orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
+def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path):
+    execute(TrainRequest(**WORDS | {"steps": 2}), tmp_path / "base", say=silent)
+    request = TrainRequest(**WORDS | {"model": str(tmp_path / "base"), "steps": 2})
+    execute(request, tmp_path / "out", say=silent)
+    config = tmp_path / "base/config.json"
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 500.0'))
+    with pytest.raises(InputError, match=r"the run had rope_theta=10000.0, now it is 500.0; they must be equal"):
+        execute(request, tmp_path / "out", resume=True, say=silent)
 
 
 def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(refused, tmp_path):
