@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 import warnings
@@ -201,6 +202,16 @@ def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_made(ref
     said = refused("train", "--model", "large", "--save-every", "0", "--out", tmp_path)
     assert "needs 4.22 GiB to train (parameters 1.06, gradients 1.06, the state of adamw 2.11)" in said
     assert "this machine has 2.00 GiB of memory free" in said
+
+
+def test_a_batch_that_is_larger_than_the_memory_is_refused_before_the_first_step(refused, tmp_path, monkeypatch):
+    words = ("train", "--model", "nano", "--batch", "16", "--length", "64", "--save-every", "0", "--out", tmp_path)
+    monkeypatch.setattr("attnsuite.suite.training_run.available_bytes", lambda: 2**21)
+    said = refused(*words, "--backend", "standard")
+    assert re.search(r"--batch 16 of --length 64 needs 0.0\d GiB beside the model and the optimizer", said)
+    assert not any(tmp_path.iterdir())
+    assert "standard has no option 'top_k'" in refused(*words, "--backend", "standard", "--options", "top_k=1")
+    assert "--seed 4294967296 must be at most 4294967295" in refused(*words, "--seed", 2**32)
 
 
 def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monkeypatch):
