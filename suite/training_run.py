@@ -253,15 +253,16 @@ def _started(request: TrainRequest, opened: Training) -> _Started:
     step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
     trained, place = opened.trained, opened.placement  # the step donates the arrays
     if place is None:
-        state, base, batch_of, jitted = opened.update.init(trained), opened.base, opened.batch_of, compiled_step(step)
+        state, base, jitted = opened.update.init(trained), opened.base, compiled_step(step)
     else:
         trained = place.put(trained)
         state = place.state(opened.update, trained)
         base = None if opened.base is None else place.put(opened.base)
         jitted = place.compiled_step(step, trained, state)
 
-        def batch_of(number: int) -> Batch:
-            return place.batch(opened.batch_of(number))
+    def batch_of(number: int) -> Batch:
+        batch = opened.batch_of(number)
+        return batch if place is None else place.batch(batch)
 
     with as_input():
         program = jitted.lower(trained, state, batch_of(1), base).compile()
