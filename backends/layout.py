@@ -197,11 +197,11 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
         if x.dtype != jnp.int32 and isinstance(x, np.ndarray | jax.Array):  # in a narrow or unsigned one sums wrap
-            layout = dataclasses.replace(layout, **{name: _as_int32(name, x)})
+            layout = dataclasses.replace(layout, **{name: as_int32(name, x)})
     return layout
 
 
-def _as_int32(name: str, x: EitherArray) -> EitherArray:
+def as_int32(name: str, x: EitherArray) -> EitherArray:
     """``x`` in int32. Raises ValueError for numbers of a NumPy array that it does not hold."""
     limits = np.iinfo(np.int32)
     if isinstance(x, np.ndarray) and x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:

@@ -53,7 +53,7 @@ def generate(
     >>> generate(model, [[1, 2, 3]], 4).shape
     (1, 4)
     """
-    _check_numbers(max_new_tokens, temperature, top_p)
+    _check_numbers(max_new_tokens, temperature, top_p, seed)
     stops = [] if stop_token is None else list(stop_token) if isinstance(stop_token, Collection) else [stop_token]
     for token in stops:
         if not isinstance(token, int | np.integer) or not 0 <= token < model.config.vocab_size:
@@ -65,7 +65,7 @@ def generate(
         tokens, lengths = left_aligned(tokens, padding_mask)
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype, page_size=page_size)
     logits, cache = model.prefill(tokens, cache, lengths=lengths, last_only=True, **call)
-    sampler = (jax.random.key(seed), jnp.float32(max(temperature, 1e-6)), jnp.float32(top_p))
+    sampler = (jax.random.key(seed), jnp.float32(max(temperature, 1e-6)), jnp.float32(max(top_p, 1e-6)))
     greedy = temperature == 0.0
     latest = compiled_sample(logits, 0, *sampler, greedy=greedy)
     found = planned(model.config, call, batch=tokens.shape[0], query_length=1, needs_grad=False, **cache.problem)
@@ -103,12 +103,14 @@ def _stopped(out: np.ndarray, stops: list[int], length: int) -> Int[np.ndarray, 
     return np.pad(np.where(np.cumsum(found, axis=1) > 0, first, out), ((0, 0), (0, length - out.shape[1])), mode="edge")
 
 
-def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float) -> None:
+def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float, seed: Any) -> None:
     require_positive_int("max_new_tokens", max_new_tokens)
     if not (is_number(temperature) and temperature >= 0.0):
         raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
     if not (is_number(top_p) and 0.0 < top_p <= 1.0):
         raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:  # JAX drops the higher bits
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to {2**32 - 1}.")
 
 
 def sample(

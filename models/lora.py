@@ -148,7 +148,11 @@ def initialise(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Adapter
 
 
 def attach(params: Params, adapters: Adapters) -> Params:
-    """The tree that the forward pass takes: the base model's arrays, shared, with the adapters beside them."""
+    """The tree that the forward pass takes: the base model's arrays, shared, with the adapters beside them.
+
+    Raises ValueError for adapters of another model.
+    """
+    _check_fit(params, adapters)
     layers = [
         {**layer, **{f"{name}_lora": adapter for name, adapter in added.items()}}
         for layer, added in zip(params["layers"], adapters, strict=True)
@@ -157,7 +161,11 @@ def attach(params: Params, adapters: Adapters) -> Params:
 
 
 def merge(params: Params, adapters: Adapters) -> Merged:
-    """Add the updates to the weights, in float32 and rounded once to their dtype; ``params`` stays as it is."""
+    """Add the updates to the weights, in float32 and rounded once to their dtype; ``params`` stays as it is.
+
+    Raises ValueError for adapters of another model.
+    """
+    _check_fit(params, adapters)
     layers, replaced = [], []
     for layer, added in zip(params["layers"], adapters, strict=True):
         sums = {name: layer[name].astype(jnp.float32) + adapter.matrix() for name, adapter in added.items()}
@@ -173,14 +181,34 @@ def unmerge(merged: Merged) -> tuple[Params, Adapters]:
     return {**merged.params, "layers": layers}, merged.adapters
 
 
+def _check_fit(params: Params, adapters: Adapters) -> None:
+    if len(adapters) != len(params["layers"]):
+        raise ValueError(f"the adapters are for {len(adapters)} layers, and the model has {len(params['layers'])}.")
+    for i, (layer, added) in enumerate(zip(params["layers"], adapters, strict=True)):
+        for name, adapter in added.items():
+            wanted, found = (adapter.b.shape[0], adapter.a.shape[1]), layer[name].shape if name in layer else None
+            if found != wanted:
+                raise ValueError(
+                    f"the adapter of {name!r} in layer {i} is for a matrix {wanted}, and the model has {found}; give "
+                    "adapters of this model."
+                )
+
+
 def save(adapters: Adapters, lora: LoraConfig, directory: str | Path, base: str = "") -> None:
-    """Write the adapters in PEFT's form, making the directory. ``base`` names the model they belong to."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    """Write the adapters in PEFT's form, making the directory. ``base`` names the model they belong to.
+
+    Raises ValueError where ``lora`` is not what the adapters were made with: they would be scaled by it when read.
+    """
+    directory, tensors = Path(directory), {}
     for i, layer in enumerate(adapters):
         for name, adapter in layer.items():
+            made = (adapter.a.shape[0], adapter.scale)
+            if name not in lora.targets or made != (lora.rank, lora.scale):
+                raise ValueError(
+                    f"the adapter of {name!r} in layer {i} has (rank, alpha / rank) {made}, and {lora} says another."
+                )
             tensors[_name(i, name, "A")], tensors[_name(i, name, "B")] = adapter.a, adapter.b
+    directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     config: dict[str, Any] = {
         "peft_type": "LORA",

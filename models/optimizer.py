@@ -33,9 +33,13 @@ def make_optimizer(
     require_positive_real("learning_rate", float(learning_rate))
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay={weight_decay!r} must be a finite number, at least 0.")
-    schedule = optax.schedules.warmup_cosine_decay_schedule(
+    rate = optax.schedules.warmup_cosine_decay_schedule(
         0.0, learning_rate, max(1, min(100, steps // 10)), max(2, steps), learning_rate * 0.02
     )
+
+    def schedule(done: Any) -> Any:  # of the update behind as many: the first one changes something too
+        return rate(done + 1)
+
     update = _muon(schedule, weight_decay) if name == "muon" else _adamw(schedule, weight_decay)
     return optax.chain(optax.clip_by_global_norm(1.0), update)
 

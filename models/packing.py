@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from .checks import LARGEST_SIZE
+
 PADDING = -1
 
 
@@ -27,7 +29,8 @@ class Packed:
 def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> Packed:
     """Documents in rows of ``length`` tokens, their ids counted from 0 in each row.
 
-    Documents of one token are left out: they hold nothing to predict. Raises ValueError where none is left.
+    Documents of one token are left out: they hold nothing to predict. Raises ValueError where none is left, and for a
+    document that is no row of tokens.
 
     >>> packed = pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], length=5)
     >>> packed.tokens.tolist(), packed.segment_ids.tolist()
@@ -37,8 +40,14 @@ def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> Packed
         raise ValueError(f"length={length} leaves nothing to predict in a row; give at least 2.")
     rows: list[list[np.ndarray]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the tokens that they have left
-    for document in documents:
-        whole = np.asarray(document, np.int32)
+    for number, document in enumerate(documents):
+        whole = np.asarray(document)
+        is_integer = not whole.size or np.issubdtype(whole.dtype, np.integer)
+        if whole.ndim != 1 or not is_integer or (whole.size and not 0 <= whole.min() <= whole.max() <= LARGEST_SIZE):
+            raise ValueError(
+                f"document {number} is {whole.dtype}{list(whole.shape)}; expected tokens, integers from 0 to "
+                f"{LARGEST_SIZE} in one dimension."
+            )
         for piece in (whole[at : at + length] for at in range(0, len(whole), length)):
             if len(piece) < 2:
                 continue

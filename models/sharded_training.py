@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from attnsuite.backends import MeshAxes, Sharded, support
 
@@ -95,7 +96,7 @@ class Placement:
         place = NamedSharding(self.mesh, PartitionSpec(None, _ROWS, "context"))
         return jax.tree.map(lambda x: jax.device_put(x, place), batch)
 
-    def compiled_step(self, step: Step, trained: Trained, state: Any) -> Step:
+    def compiled_step(self, step: Step, trained: Trained, state: Any) -> Wrapped:
         """The step under ``jax.jit``, whose results lie where ``trained`` and ``state`` do; these are donated."""
         result_shardings = jax.tree.map(lambda x: x.sharding, (trained, state))
         everywhere = NamedSharding(self.mesh, PartitionSpec())

@@ -8,6 +8,7 @@ model would have written behind each token (arXiv 2211.17192). The draft is a li
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,37 +16,58 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from attnsuite.backends import masks
+
 from .cache import KVCache, SlotMapping, Slots, write, write_pages
+from .checks import require_positive_int
 
 
-def keep(cache: KVCache, drafted: int, path: Any, lengths: Any = None) -> KVCache:
-    """The cache with the accepted tokens of the last ``drafted`` ones, in the order of ``path``, and no other of them.
+def keep(cache: KVCache, drafted: int | Sequence[int], path: Any, lengths: Any = None) -> KVCache:
+    """The cache with the accepted tokens of the last drafted ones, in the order of ``path``, and no other of them.
 
-    ``path [batch, tokens]`` holds indices of drafted tokens, from the first accepted one to the last. ``lengths
-    [batch]`` says how many entries of each row count (from 0; default: all). The given cache is donated. Raises
-    ValueError for shapes and indices out of range.
+    ``drafted`` is the number of tokens of a line, or the ``parents`` of a tree. ``path [batch, tokens]`` holds the
+    indices of drafted tokens, from the first accepted one to the last: those of a line are 0, 1, 2, ..., those of a
+    tree follow its parents. ``lengths [batch]`` says how many entries of each row count (from 0; default: all). The
+    given cache is donated. Raises ValueError for what is no path, and for shapes and indices out of range.
 
     >>> from attnsuite.models import ModelConfig, Transformer
     >>> model = Transformer(ModelConfig.from_preset("debug"))
     >>> _, cache = model.prefill([[1, 2, 3]], model.new_cache(1, 8))
-    >>> _, cache = model.prefill([[4, 5, 6, 7]], cache, parents=(-1, 0, 0, 2))
-    >>> keep(cache, 4, [[0, 2, 3]]).lengths.tolist()
+    >>> parents = (-1, 0, 0, 2)
+    >>> _, cache = model.prefill([[4, 5, 6, 7]], cache, parents=parents)
+    >>> keep(cache, parents, [[0, 2, 3]]).lengths.tolist()
     [6]
     """
-    path = np.asarray(path, np.int32)
-    if path.ndim != 2 or path.shape[0] != cache.batch or not 0 < path.shape[1] <= drafted:
-        raise ValueError(f"path has shape {path.shape}; expected [{cache.batch}, 1 to {drafted}].")
-    if path.min() < 0 or path.max() >= drafted or drafted > cache.lengths.min():
+    if isinstance(drafted, Sequence):
+        parents, count = np.asarray(masks.Tree(tuple(drafted)).parents), len(drafted)
+    else:
+        require_positive_int("drafted", drafted)
+        parents, count = np.arange(-1, drafted - 1), drafted
+    path = np.asarray(path)
+    if path.ndim != 2 or path.shape[0] != cache.batch or not 0 < path.shape[1] <= count:
+        raise ValueError(f"path has shape {path.shape}; expected [{cache.batch}, 1 to {count}].")
+    if not np.issubdtype(path.dtype, np.integer):
+        raise ValueError(f"path has dtype {path.dtype}; expected integers, the indices of drafted tokens.")
+    if path.min() < 0 or path.max() >= count or count > cache.lengths.min():
         raise ValueError(
-            f"path reaches from {path.min()} to {path.max()} in a draft of {drafted} tokens, and the cache holds "
+            f"path reaches from {path.min()} to {path.max()} in a draft of {count} tokens, and the cache holds "
             f"{cache.lengths.tolist()}; a path has indices from 0 to drafted - 1, of tokens that are in the cache."
         )
-    accepted = np.full(cache.batch, path.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
-    if accepted.shape != (cache.batch,) or accepted.min() < 0 or accepted.max() > path.shape[1]:
+    accepted = np.asarray(np.full(cache.batch, path.shape[1]) if lengths is None else lengths)
+    whole = accepted.shape == (cache.batch,) and np.issubdtype(accepted.dtype, np.integer)
+    if not whole or accepted.min() < 0 or accepted.max() > path.shape[1]:
         raise ValueError(f"lengths={accepted.tolist()} must hold {cache.batch} integers from 0 to {path.shape[1]}.")
-    start = cache.lengths - drafted
+    follows = parents[path] == np.pad(path[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    counts = np.arange(path.shape[1]) < accepted[:, None]
+    if not follows[counts].all():
+        row = int(np.argwhere(counts & ~follows)[0, 0])
+        raise ValueError(
+            f"path {path[row, : accepted[row]].tolist()} of row {row} does not follow the parents "
+            f"{parents.tolist()} from -1 on; give a path of the draft, and for a tree its parents in place of a number."
+        )
+    path, start = path.astype(np.int32), cache.lengths - count
     keys, values = _moved((cache.keys, cache.values), start, path, cache.page_table)
-    return dataclasses.replace(cache, keys=keys, values=values, lengths=start + accepted)
+    return dataclasses.replace(cache, keys=keys, values=values, lengths=start + accepted.astype(np.int32))
 
 
 def _move(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int
 
 from . import lora
@@ -97,6 +98,6 @@ def loss_and_gradient(
     return gradient
 
 
-def compiled_step(step: Step) -> Step:
+def compiled_step(step: Step) -> Wrapped:
     """The step under ``jax.jit``; what it updates is donated, the base model is not."""
     return jax.jit(step, donate_argnums=(0, 1))

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from attnsuite.backends import Resolution, masks
+from attnsuite.backends.layout import as_int32
 
 from .cache import KVCache, default_dtype, slot_shapes
 from .config import AttentionType, ModelConfig
@@ -114,9 +115,12 @@ class Transformer(nnx.Module):
         batch, length = tokens.shape
         self.config.check_length("length", length)
         if segment_ids is not None:
-            segment_ids = jnp.asarray(segment_ids)
-            if segment_ids.shape != tokens.shape:
-                raise ValueError(f"segment_ids has shape {segment_ids.shape}; expected that of tokens, {tokens.shape}.")
+            ids = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
+            if ids.shape != tokens.shape:
+                raise ValueError(f"segment_ids has shape {ids.shape}; expected that of tokens, {tokens.shape}.")
+            if not jnp.issubdtype(ids.dtype, jnp.integer):
+                raise ValueError(f"segment_ids has dtype {ids.dtype}; expected integers (for booleans: padding_mask).")
+            segment_ids = jnp.asarray(as_int32("segment_ids", ids))
         if padding_mask is not None:
             segment_ids = segment_ids_of(padding_mask, tokens.shape, segment_ids)
         packed = segment_ids is not None

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -20,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.stages import Compiled
 
 from attnsuite.backends import BackendUnavailableError, PolicyNotUsedWarning, Target
 from attnsuite.backends.contract import Mode
@@ -32,19 +35,20 @@ from attnsuite.models.rematerialise import Remat
 from attnsuite.models.resume import missing, open_saved
 from attnsuite.models.sharded_training import MeshSizes, Placement, place_on
 from attnsuite.models.text import random_windows
-from attnsuite.models.training import Batch, Step, Trained, compiled_step, training_step
+from attnsuite.models.training import Batch, Trained, compiled_step, training_step
 from attnsuite.models.weights import save
 
 from . import files, typed
 from .errors import InputError, as_input
 from .layerwise_perplexity import options_of
 from .measure.environment import describe
-from .measure.memory import available_bytes
+from .measure.memory import available_bytes, compiled_sizes, device_statistics
 from .named_model import config_of, model_of
 from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
 _BYTES = 256
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _ENVIRONMENT = ("versions", "source", "target", "device_kind", "device_count", "flags")
 
 
@@ -81,6 +85,8 @@ class TrainRequest:
         for name in ("save_every", "seed"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0.")
+        if self.seed >= 2**32:  # JAX drops the higher bits
+            raise InputError(f"--seed {self.seed} must be at most {2**32 - 1}.")
         if self.batch % self.accumulate:
             raise InputError(
                 f"--batch {self.batch} is not a multiple of --accumulate {self.accumulate}: an update's rows are "
@@ -113,6 +119,10 @@ class Training:
     update: optax.GradientTransformation
     text_sha256: str
     placement: Placement | None = None
+
+
+# Each array where it lies: trained, state, base; the compiled step; and the batches by step.
+_Started = tuple[Trained, Any, Params | None, Compiled, Callable[[int], Batch]]
 
 
 def open_training(request: TrainRequest) -> Training:
@@ -175,7 +185,7 @@ def window_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], B
 
 def packed_batches(request: TrainRequest, data: np.ndarray) -> Callable[[int], Batch]:
     """Batches of rows packed with the paragraphs of ``data``, by step."""
-    paragraphs = [np.frombuffer(part, np.uint8) for part in data.tobytes().split(b"\n\n") if part.strip()]
+    paragraphs = [np.frombuffer(part, np.uint8) for part in _BLANK_LINE.split(data.tobytes()) if part.strip()]
     rows: Packed = pack(paragraphs, request.length)
 
     def batch_of(step: int) -> Batch:
@@ -201,13 +211,17 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     for sentence in dict.fromkeys(found.policy for _, found in opened.resolutions if found.policy):
         say(sentence)
     settings = _settings(request, opened)
-    _prepare(out, settings, resume=resume)
+    _check_out(out, settings, resume=resume)
+    started = _started(request, opened)
     with files.writing(out, " What is saved is kept: go on with --resume."):
-        _steps(request, opened, out, resume=resume, say=say)
+        files.write_text(out / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        _steps(request, opened, started, out, resume=resume, say=say)
 
 
-def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, say: Callable[[str], None]) -> None:
-    trained, state, base, step, batch_of = _started(request, opened)
+def _steps(
+    request: TrainRequest, opened: Training, started: _Started, out: Path, *, resume: bool, say: Callable[[str], None]
+) -> None:
+    trained, state, base, step, batch_of = started
     with nullcontext() if request.save_every == 0 else open_saved(out / SAVED) as saved:
         done = 0
         latest = saved.latest() if resume and saved is not None else None
@@ -234,19 +248,40 @@ def _steps(request: TrainRequest, opened: Training, out: Path, *, resume: bool, 
     _write(request, opened, trained, out)
 
 
-def _started(
-    request: TrainRequest, opened: Training
-) -> tuple[Trained, Any, Params | None, Step, Callable[[int], Batch]]:
-    """What the steps begin with, each array where it lies: trained, state, base; the step; and the batches."""
+def _started(request: TrainRequest, opened: Training) -> _Started:
+    """What the steps begin with. Raises InputError for options that the backend refuses, and for a batch too large."""
     step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
     trained, place = opened.trained, opened.placement  # the step donates the arrays
     if place is None:
-        return trained, opened.update.init(trained), opened.base, compiled_step(step), opened.batch_of
-    trained = place.put(trained)
-    state = place.state(opened.update, trained)
-    base = None if opened.base is None else place.put(opened.base)
-    compiled = place.compiled_step(step, trained, state)
-    return trained, state, base, compiled, lambda number: place.batch(opened.batch_of(number))
+        state, base, jitted = opened.update.init(trained), opened.base, compiled_step(step)
+    else:
+        trained = place.put(trained)
+        state = place.state(opened.update, trained)
+        base = None if opened.base is None else place.put(opened.base)
+        jitted = place.compiled_step(step, trained, state)
+
+    def batch_of(number: int) -> Batch:
+        batch = opened.batch_of(number)
+        return batch if place is None else place.batch(batch)
+
+    with as_input():
+        program = jitted.lower(trained, state, batch_of(1), base).compile()
+    _check_batch(request, program)
+    return trained, state, base, program, batch_of
+
+
+def _check_batch(request: TrainRequest, program: Compiled) -> None:
+    """Raise InputError where a step needs more memory than is free beside what is updated, by the compiler's sizes."""
+    is_cpu, stats = jax.default_backend() == "cpu", device_statistics()
+    devices = request.mesh.count if request.mesh and is_cpu else 1  # on a CPU, they share one memory
+    free = available_bytes() if is_cpu else stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    needed = compiled_sizes(program, devices)["compiled_temp"] or 0
+    if needed > free:
+        raise InputError(
+            f"--batch {request.batch} of --length {request.length} needs {needed / 2**30:.2f} GiB beside the model and "
+            f"the optimizer, and {free / 2**30:.2f} GiB of memory are free; give --remat layer, more parts "
+            "(--accumulate), or a smaller --batch or --length."
+        )
 
 
 def _check_memory(request: TrainRequest, config: ModelConfig, update: optax.GradientTransformation) -> None:
@@ -287,6 +322,7 @@ def _settings(request: TrainRequest, opened: Training) -> dict[str, Any]:
     found = describe()
     settings = {
         "request": dataclasses.asdict(request),
+        "config": dataclasses.asdict(opened.config),
         "text_sha256": opened.text_sha256,
         "base_sha256": None if opened.base is None else _digest(opened.base),
         "calibration_sha256": None if request.calibration is None else _digest(_files_of(request.calibration)),
@@ -309,7 +345,7 @@ def _digest(arrays: Any) -> str:
     return found.hexdigest()
 
 
-def _prepare(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
+def _check_out(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
     path = out / SETTINGS
     if resume:
         try:
@@ -323,7 +359,6 @@ def _prepare(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
     files.check_directory(out)
     if any(out.iterdir()):
         raise InputError(f"--out {out} is not empty; give a new directory, or --resume to go on with its run.")
-    files.write_text(path, json.dumps(settings, indent=1) + "\n")
 
 
 def _difference(key: str, before: Any, now: Any) -> str:

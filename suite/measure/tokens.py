@@ -71,7 +71,8 @@ def reader_of(model: str, config: ModelConfig) -> Reader:
     if not is_named and any((directory / name).is_file() for name in (JSON, RANKS)):
         with as_input():
             found = load_tokenizer(directory)
-            front = tuple(found.encode(""))
+            around, text = found.encode(""), found.encode("a")
+        front = next(tuple(around[:n]) for n in range(len(around), -1, -1) if text[:n] == around[:n])
         if found.vocab_size > config.vocab_size:
             raise InputError(
                 f"the tokenizer in {model!r} has {found.vocab_size} tokens, but the model {config.vocab_size}; they do "

@@ -256,8 +256,9 @@ def read_in_parts(model, **cache):
     for tokens, lengths in ((tokens_for(2, 6), [6, 3]), (tokens_for(2, 3), [1, 3])):
         logits, cache = model.prefill(tokens, cache, lengths=lengths, **CALL)
         parts += [logits[row, :n] for row, n in enumerate(lengths)]
-    logits, cache = model.prefill(tokens_for(2, 3), cache, **CALL)
-    cache = keep(cache, 3, [[0, 2], [0, 1]], lengths=[2, 1])
+    parents = (-1, 0, 0) if model.config.attention_types == ("latent",) else None  # a window takes no tree
+    logits, cache = model.prefill(tokens_for(2, 3), cache, parents=parents, **CALL)
+    cache = keep(cache, parents or 3, [[0, 2 if parents else 1], [0, 1]], lengths=[2, 1])
     logits, cache = model.decode(tokens_for(2, 1), cache, **CALL)
     return np.concatenate([*parts, logits]), cache
 

@@ -40,7 +40,7 @@ def test_the_seed_decides_the_sample():
 
 def test_a_tiny_nucleus_is_greedy():
     greedy = generate(model(), PROMPTS, 5, backend="standard")
-    assert generate(model(), PROMPTS, 5, temperature=1.0, top_p=1e-6, backend="standard").tolist() == greedy.tolist()
+    assert generate(model(), PROMPTS, 5, temperature=1.0, top_p=1e-50, backend="standard").tolist() == greedy.tolist()
 
 
 def test_other_temperatures_and_seeds_do_not_trace_again():
@@ -88,6 +88,7 @@ def test_generation_ends_at_the_stop_token():
         ({"temperature": None}, "temperature=None must be at least 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"top_p": "1"}, "top_p='1' must be above 0 and at most 1"),
+        ({"seed": 2**40}, "seed=1099511627776 must be an integer from 0 to 4294967295"),
         ({"stop_token": [3, 256]}, "stop_token=256: this model has tokens 0 to 255"),
         ({"stop_token": "\n"}, r"stop_token='\\n': this model has tokens 0 to 255"),
         ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[batch, length\]"),

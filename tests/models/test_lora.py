@@ -177,6 +177,23 @@ def test_a_projection_that_the_model_lacks_is_refused():
         lora.initialise(CONFIG.replace(use_swiglu=False), ALL, jax.random.key(0))
 
 
+@pytest.mark.parametrize("use", [lora.attach, lora.merge])
+def test_adapters_of_another_model_are_refused(base, trained, use):
+    adapters, (first, second) = trained[0], trained[0]
+    with pytest.raises(ValueError, match="the adapters are for 1 layers, and the model has 2"):
+        use(base, adapters[:1])
+    with pytest.raises(ValueError, match=r"'gate' in layer 1 is for a matrix .48, 32., and the model has None"):
+        use(base, (first, {"gate": second["gate_proj"]}))  # the forward pass would leave it out
+    with pytest.raises(ValueError, match=r"'q_proj' in layer 0 is for a matrix .16, 32., and the model has .32, 32."):
+        use(base, (first | {"q_proj": first["k_proj"]}, second))
+
+
+def test_adapters_are_not_saved_with_settings_that_would_scale_them_anew(trained, tmp_path):
+    with pytest.raises(ValueError, match=r"_proj' in layer 0 has .rank, alpha / rank. .4, 2.0., and LoraConfig"):
+        lora.save(trained[0], dataclasses.replace(ALL, alpha=16.0), tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+
+
 def test_layers_without_a_projection_get_no_adapter_for_it(tmp_path):
     sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
     mixed = CONFIG.replace(attention=("latent", "global"), **sizes)

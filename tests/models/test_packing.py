@@ -25,6 +25,14 @@ def test_every_document_stands_whole_and_once_in_the_rows(lengths, length):
     assert sorted(found) == expected
 
 
+@pytest.mark.parametrize(
+    "document", [[1.7, 2.9], np.array([2**32 + 1, 5]), [-1, 5], [True, False], "ab", [[1, 2]]], ids=repr
+)
+def test_a_document_that_is_no_row_of_tokens_is_refused_by_its_number(document):
+    with pytest.raises(ValueError, match=r"document 1 is .*; expected tokens, integers from 0 to 2147483647"):
+        pack([[1, 2], document], 4)
+
+
 def test_a_row_of_one_token_is_refused():
     with pytest.raises(ValueError, match="length=1 leaves nothing to predict"):
         pack([[1, 2]], 1)

@@ -65,7 +65,7 @@ def test_a_tree_in_one_call_is_the_same_as_each_of_its_paths_alone(name: str) ->
     for path in PATHS:
         alone, after = model.prefill(tree[:, path], prompted(model), **CALL)
         np.testing.assert_allclose(together[:, path], alone, rtol=0, atol=2e-6)
-    cache = keep(cache, len(PARENTS), np.array([PATHS[1], PATHS[0]]))
+    cache = keep(cache, PARENTS, np.array([PATHS[1], PATHS[0]]))
     logits, _ = model.decode(following[:, 0], cache, **CALL)
     for row, path in enumerate((PATHS[1], PATHS[0])):
         tokens = [*drawn(6)[row, : 6 - 2 * row], *tree[row, path], *following[row]]
@@ -112,7 +112,13 @@ def test_a_tree_that_does_not_fit_is_refused_in_a_sentence() -> None:
     for path, lengths, words in (
         ([[0, 1]], None, r"path has shape \(1, 2\); expected \[2, 1 to 2\]"),
         ([[0], [2]], None, "path reaches from 0 to 2 in a draft of 2 tokens"),
+        ([[0], [2**32]], None, "path reaches from 0 to 4294967296 in a draft of 2 tokens"),
+        ([[0.9], [0.0]], None, "path has dtype float64; expected integers"),
         ([[0], [1]], [0, 2], r"lengths=\[0, 2\] must hold 2 integers from 0 to 1"),
+        ([[0], [0]], [0, 1.9], r"lengths=\[0.0, 1.9\] must hold 2 integers from 0 to 1"),
+        ([[0, 1], [1, 0]], [2, 1], r"path \[1\] of row 1 does not follow the parents \[-1, 0\]"),
     ):
         with pytest.raises(ValueError, match=words):
             keep(dataclasses.replace(cache, lengths=np.array([4, 4], np.int32)), 2, path, lengths)
+    with pytest.raises(ValueError, match=r"path \[0, 2, 3\] of row 1 does not follow the parents \[-1, 0, 0, 1"):
+        keep(dataclasses.replace(cache, lengths=np.array([8, 8], np.int32)), PARENTS, [[0, 2, 4], [0, 2, 3]])

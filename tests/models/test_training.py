@@ -139,14 +139,24 @@ def test_the_compiled_step_takes_its_state_and_leaves_the_batch(params):
     assert first["embed_tokens"].is_deleted()
 
 
+@pytest.mark.parametrize(("steps", "warm_up"), [(1, 1), (3, 1), (40, 4)])
+def test_every_update_has_a_rate_and_the_peak_comes_behind_the_warm_up(steps, warm_up):
+    update = make_optimizer("adamw", steps=steps, learning_rate=0.5, weight_decay=0.0)
+    tree, rates = {"matrix": jnp.ones((2, 2))}, []
+    state = update.init(tree)
+    for _ in range(steps):  # Adam's update of a constant gradient is the rate
+        change, state = update.update(tree, state, tree)
+        rates.append(-float(change["matrix"][0, 0]))
+    assert min(rates) > 0.0
+    assert rates.index(max(rates)) == warm_up - 1
+    assert max(rates) == pytest.approx(0.5, rel=1e-5)
+
+
 def test_only_matrices_decay():
     update = make_optimizer("adamw", steps=10, learning_rate=1.0, weight_decay=0.5)
     tree = {"matrix": jnp.ones((2, 2)), "experts": jnp.ones((2, 2, 2))}
     tree |= {"vector": jnp.ones(2), "experts_bias": jnp.ones((2, 2))}
-    nothing, state = jax.tree.map(jnp.zeros_like, tree), update.init(tree)
-    updated = jax.jit(update.update)
-    for _ in range(2):  # the first step of the warm-up has rate zero
-        change, state = updated(nothing, state, tree)
+    change, _ = jax.jit(update.update)(jax.tree.map(jnp.zeros_like, tree), update.init(tree), tree)
     assert all((change[name] == -0.5).all() for name in ("matrix", "experts"))
     assert all((change[name] == 0.0).all() for name in ("vector", "experts_bias"))
 
@@ -158,10 +168,7 @@ def test_muon_updates_the_matrix_of_each_expert_alone_and_no_bias_as_a_matrix():
     def updated(layer):
         update = make_optimizer("muon", steps=10, learning_rate=1.0, weight_decay=0.5)
         tree = {"layers": [layer]}
-        state, step = jax.jit(update.init)(tree), jax.jit(update.update)
-        for _ in range(2):  # the first step of the warm-up has rate zero
-            change, state = step(tree, state, tree)
-        return change["layers"][0]
+        return jax.jit(update.update)(tree, jax.jit(update.init)(tree), tree)[0]["layers"][0]
 
     together = updated({"experts_up_proj": matrices, "experts_up_proj_bias": biases})
     apart = updated({f"{i}": x for i, x in enumerate((*matrices, *biases))})

@@ -137,6 +137,14 @@ def test_each_type_is_planned_once_and_threads_its_own_carry(monkeypatch):
             lambda: model()(TOKENS, segment_ids=TOKENS[:, :3]),
             r"segment_ids has shape \(2, 3\); expected that of tokens",
         ),
+        (
+            lambda: model()(TOKENS, segment_ids=np.asarray(TOKENS) >= 0),
+            r"segment_ids has dtype bool; expected integers \(for booleans: padding_mask\)",
+        ),
+        (  # they would wrap, so that two documents are one
+            lambda: model()(TOKENS, segment_ids=np.asarray(TOKENS, np.int64) + 2**32),
+            r"segment_ids has numbers from \d+ to \d+; expected numbers that int32 holds",
+        ),
         (lambda: model()(TOKENS, backend="nope"), "'nope' is not registered"),
         (lambda: model()(TOKENS, backend="standard", backend_options={"x": 1}), "standard has no option 'x'"),
         (lambda: model()(TOKENS, backend_options={"x": [1]}), r"backend_options\['x'\] is a list"),

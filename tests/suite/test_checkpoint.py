@@ -48,11 +48,11 @@ def untrained(tmp_path_factory):
     return directory
 
 
-def by_words(front=(1,)):
+def by_words(front=(1,), end=()):
     """A tokenizer: words of three letters as numbers of their own, behind what stands in front of a text."""
 
     def encode(text):
-        return [*front, *(2 + sum(text[i : i + 3].encode()) % 500 for i in range(0, len(text), 3))]
+        return [*front, *(2 + sum(text[i : i + 3].encode()) % 500 for i in range(0, len(text), 3)), *end]
 
     return Tokenizer(vocab_size=502, encode=encode, decode=str)
 
@@ -77,6 +77,13 @@ def test_every_window_begins_with_what_stands_in_front_of_a_text(tokenized):
     drawn = reader.drawn(PROSE, 32, 5, np.random.default_rng(0))
     assert drawn.shape == (5, 32)
     assert set(drawn[:, 0].tolist()) == {1}
+
+
+def test_what_stands_at_the_end_of_a_text_is_in_front_of_no_window(tokenized, monkeypatch):
+    monkeypatch.setattr(suite_text, "load_tokenizer", lambda _: by_words(end=(0,)))
+    reader = suite_text.reader_of(str(tokenized), ModelConfig.from_preset("debug", vocab_size=512))
+    assert reader.front == (1,)
+    assert reader.encode(PROSE).tolist() == [*by_words(front=()).encode(PROSE.tobytes().decode()), 0]
 
 
 def test_calibration_reads_text_with_the_tokenizer_of_the_checkpoint(tokenized):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 import warnings
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends.choices import problem_of
-from attnsuite.models import PRESETS, load, load_shipped, lora
+from attnsuite.models import PRESETS, TextFile, load, load_shipped, lora
 from attnsuite.models.kascade import calibration
 from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.suite.errors import InputError
@@ -134,6 +135,26 @@ def test_batches_follow_from_seed_and_step_alone_and_packed_rows_hold_whole_para
     assert (other(3).tokens != open_training(TrainRequest(**WORDS)).batch_of(3).tokens).any()
 
 
+def test_blank_lines_of_windows_end_paragraphs_too(tmp_path):
+    (tmp_path / "text").write_bytes(b"\r\n\r\n".join(b"paragraph %d" % i for i in range(99)))
+    request = TrainRequest(**WORDS, packed=True, text=TextFile(str(tmp_path / "text")))
+    rows = open_training(request).batch_of(0)
+    assert (np.asarray(rows.tokens) != ord("\r")).all()
+    assert np.asarray(rows.segment_ids).max() == 1
+
+
+@needs_orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
+def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path):
+    execute(TrainRequest(**WORDS | {"steps": 2}), tmp_path / "base", say=silent)
+    request = TrainRequest(**WORDS | {"model": str(tmp_path / "base"), "steps": 2})
+    execute(request, tmp_path / "out", say=silent)
+    config = tmp_path / "base/config.json"
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 500.0'))
+    with pytest.raises(InputError, match=r"the run had rope_theta=10000.0, now it is 500.0; they must be equal"):
+        execute(request, tmp_path / "out", resume=True, say=silent)
+
+
 def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(refused, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     words = ("train", "--model", "nano", "--save-every", "0", "--out", tmp_path)
@@ -181,6 +202,16 @@ def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_made(ref
     said = refused("train", "--model", "large", "--save-every", "0", "--out", tmp_path)
     assert "needs 4.22 GiB to train (parameters 1.06, gradients 1.06, the state of adamw 2.11)" in said
     assert "this machine has 2.00 GiB of memory free" in said
+
+
+def test_a_batch_that_is_larger_than_the_memory_is_refused_before_the_first_step(refused, tmp_path, monkeypatch):
+    words = ("train", "--model", "nano", "--batch", "16", "--length", "64", "--save-every", "0", "--out", tmp_path)
+    monkeypatch.setattr("attnsuite.suite.training_run.available_bytes", lambda: 2**21)
+    said = refused(*words, "--backend", "standard")
+    assert re.search(r"--batch 16 of --length 64 needs 0.0\d GiB beside the model and the optimizer", said)
+    assert not any(tmp_path.iterdir())
+    assert "standard has no option 'top_k'" in refused(*words, "--backend", "standard", "--options", "top_k=1")
+    assert "--seed 4294967296 must be at most 4294967295" in refused(*words, "--seed", 2**32)
 
 
 def test_without_orbax_the_sentence_says_what_to_install(refused, tmp_path, monkeypatch):
