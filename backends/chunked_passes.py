@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -229,7 +230,9 @@ def forward(
                 v = jnp.where(bad[..., None], 0, v)
                 scores = jnp.where(block.seen(), jnp.where(bad[:, None, None], jnp.nan, scores), -jnp.inf)
             scores = scores.reshape(heads, group * block_q, width)
-            new_top = jnp.maximum(top, scores.max(-1))
+            # It cancels in the results. JAX would divide by the number of scores that equal it, which can be zero
+            # where XLA computes them again.
+            new_top = jnp.maximum(top, lax.stop_gradient(scores.max(-1)))
             at = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # a row that has seen nothing gives no NaN
             probs = jnp.exp(scores - at[..., None])
             rounded = probs if tiles.is_precise(program) else tiles.narrowed(probs, program)
@@ -244,7 +247,8 @@ def forward(
         start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
         if sunk is not None:
             rows_of_head = jnp.broadcast_to(sunk[tile][..., 0], (heads, group, block_q))
-            start = rows_of_head.reshape(shape), jnp.ones(shape, jnp.float32)
+            sinks = rows_of_head.reshape(shape)
+            start = lax.stop_gradient(sinks), jnp.exp(sinks - lax.stop_gradient(sinks))
         start = *start, jnp.zeros((*shape, spec.value_head_dim), jnp.float32)
         top, total, out = _visit(tables, batch, row, step, varying(start, query))
         seen = total != 0.0  # NaN is seen
@@ -303,13 +307,25 @@ def _where_visible(x: Array, mask: Array | None) -> Array:
     return jnp.where(mask, x.reshape(x.shape[0], *apart), 0.0).reshape(x.shape)
 
 
+@jax.custom_jvp
+def _probability(logarithm: Array, rest: Array) -> Array:
+    """``exp(logarithm)``; the largest key of a row has its probability from the sum."""
+    found = jnp.exp(logarithm)
+    return jnp.where(found > 0.5, jnp.exp(-rest), found)
+
+
+@_probability.defjvp
+def _(operands: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    found = _probability(*operands)
+    return found, found * tangents[0]
+
+
 def _d_scores(rows: _Rows, at: Array, scores: Array, products: Array, mask: Array | None) -> tuple[Array, Array]:
     """Probabilities of a block of logits, and the gradient of the logits; ``products`` are those of values and dO."""
     top, rest, delta = (x[at][:, None] for x in (rows.tops, rows.rests, rows.deltas))
-    probs = jnp.exp((scores - top) - rest)
+    probs = _probability((scores - top) - rest, rest)
     heavy = probs > 0.5
-    # The largest key has its probability from the sum.
-    probs = _where_visible(jnp.where(heavy, jnp.exp(-rest), probs), mask)
+    probs = _where_visible(probs, mask)
     # The gradient of a key that has the whole row is zero: its two terms cancel but for their rounding.
     d_scores = jnp.where(heavy & (rest < _ALONE), 0.0, probs * (products - delta))
     if rows.d_lses is not None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from .derivatives import first_derivative
 from .operands import EitherArray
 from .spec import AttentionSpec
 
@@ -109,13 +110,18 @@ def narrowed(x: Float[Array, "..."], program: Program) -> Array:
     """float32 -> the input dtype; on a CPU to bfloat16 by adding half an ulp and cutting (ties away from 0)."""
     if not _in_cpu_bits(program):
         return x.astype(program.spec.dtype)
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = _bits(x, jnp.uint32)
     return lax.bitcast_convert_type(((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def pack(x: Array, program: Program) -> Array:
     """The form in which loops carry arrays of the input dtype."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if _in_cpu_bits(program) else x
+    return _bits(x, jnp.uint16) if _in_cpu_bits(program) else x
+
+
+def _bits(x: Array, dtype: Any) -> Array:
+    """The bits of ``x``. JAX's derivative of them is zero, so that of the gradient is refused."""
+    return first_derivative(lambda x: lax.bitcast_convert_type(x, dtype))(x)
 
 
 def unpack(x: Array, program: Program) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import left_out
-from attnsuite.backends import Layout, Target, Terms, chunked, chunked_passes, make_spec, plan, registry
+from attnsuite.backends import Layout, Target, Terms, attention, chunked, chunked_passes, make_spec, plan, registry
 from attnsuite.testing import Conformance, cases, problems
 from attnsuite.testing.checks import check_accuracy, check_quantity, compiled
 from declared import sized
@@ -212,3 +212,29 @@ def test_row_whose_bias_hides_every_key_is_zero_and_one_of_finite_numbers_is_not
     results = compiled(CHUNKED, problem, Target.here(), "native", SMALL)(*inputs)
     check_accuracy(results, problem)
     assert (np.asarray(results["output"])[:, 5] == 0.0).all() == np.isinf(lowest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_product_with_a_hessian_is_that_of_the_formula_or_refused(dtype):
+    """XLA computes the distances of slopes twice, and a bfloat16 is carried as bits, which have no derivative."""
+    x, slopes = jnp.sin(jnp.arange(136, dtype=dtype)).reshape(1, 17, 2, 4), jnp.asarray([0.1, 0.3])
+
+    def product(backend):
+        options = {"block_q": 8, "block_kv": 8, "block_backward": 8} if backend == "chunked" else None
+        attend = functools.partial(attention, is_causal=True, alibi=slopes, backend=backend, backend_options=options)
+        return jax.jvp(jax.grad(lambda x: (attend(x, x, x) ** 2).sum()), (x,), (x,))[1]
+
+    if dtype == "bfloat16":
+        with pytest.raises(TypeError, match="second derivatives"):
+            product("chunked")
+    else:
+        np.testing.assert_allclose(product("chunked"), product("standard"), atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [{}, {"page_table": np.array([[0]])}], ids=["decode", "pages"])
+def test_gradient_of_a_step_without_is_refused_by_name(cache):
+    """Its loops and custom rules end in sentences of JAX otherwise, and bits of pages in a derivative of zero."""
+    step = functools.partial(attention, backend="chunked", needs_grad=False, **cache)
+    keys = jnp.ones((1, 8, 2, 4))
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.grad(lambda query: step(query, keys, keys).sum())(keys[:, :1])
