@@ -158,7 +158,7 @@ def _attend(
         block = max(1, min(block, spec.group_size, _LANES // spec.group_size))
     precision = jax.default_matmul_precision("default") if spec.dtype == "bfloat16" else contextlib.nullcontext()
 
-    @jax.custom_batching.sequential_vmap  # docs/dev/upstream/pallas-issues.md
+    @jax.custom_batching.sequential_vmap  # docs/dev/upstream-issues.md
     def attended(*arrays: Array) -> Array:
         return call(
             *arrays,

@@ -2,7 +2,7 @@
 
 tokamax has no argument for the interpreter, and the interpreter of JAX 0.12 finds no program id inside a conditional,
 where the backward kernels ask for theirs ("MLIR translation rule for primitive 'program_id' not found for platform
-cpu", pallas-issues.md of the docs). :func:`modules` gives copies of tokamax's modules of which only these two names
+cpu", upstream-issues.md of the docs). :func:`modules` gives copies of tokamax's modules of which only these two names
 differ: ``pallas_call``, which interprets, and ``program_id``, which answers with what was read where the kernel begins.
 The code of the kernels is tokamax's own, and its modules stay as they are.
 """

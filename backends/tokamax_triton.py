@@ -152,7 +152,7 @@ def _whole_blocks(x: Array, axis: int = 0, fill: float = 0) -> Array:
 
     Under a causal mask its kernel for dk and dv walks whole blocks of rows (``hi_mask``), and that for dq blocks of
     keys, past the last one. tokamax checks bounds only where the length is no multiple of the block that is read, so
-    at 160 tokens, say, the kernel reads what lies behind the arrays (docs/dev/upstream/tokamax-issues.md).
+    at 160 tokens, say, the kernel reads what lies behind the arrays (docs/dev/upstream-issues.md).
     """
     return padded(x, round_up(x.shape[axis], _BLOCK), axis, fill)
 

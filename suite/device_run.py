@@ -22,7 +22,7 @@ from .measure.accelerator import used_by_others
 from .store import CONFORMANCE, MANIFEST
 from .suites import DEVICE
 
-# Of 128 problems those that tell most: dtypes, grouped heads, masks, lengths, decoding, what nobody sees, large logits.
+# The named problems that tell most: dtypes, grouped heads, masks, lengths, decoding, what nobody sees, large logits.
 PROBLEMS = (
     "causal-bfloat16", "causal", "gqa-4", "length-129", "head-dim-128", "window-causal", "segments-causal",
     "padding-right", "ragged-causal", "decode-bfloat16", "decode-4", "soft-cap", "rows-before-every-key",

@@ -29,7 +29,7 @@ from .selection import select as select_by
 from .settings import Ablation, Tiling
 
 _MASKED = -1e30  # finite, so that a row with nothing visible gives no NaN
-# Keys per step, in whole units. Zen 5, 2 cores, S 4096 and 8192: see docs/explanation/kascade.md.
+# Keys per step, in whole units; chosen on a Zen 5 with 2 cores, S 4096 and 8192.
 _KEYS_PER_STEP, _KEYS_PER_SWEEP = 256, 512
 _BY_HEAD, _BY_KV_HEAD = "head", "KV head"  # how an array, or a selection, is divided among devices
 _FEW = 4  # with at most so many units per step, the units left over are visited one by one

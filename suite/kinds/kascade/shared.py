@@ -2,8 +2,9 @@
 
 In both methods a few layers attend to everything and select; the layers until the next of them attend to that
 selection. The functions here give the score of each unit from dense attention probabilities. The same number of units
-is then chosen as in every other row, and the local region is attended to besides. The page on Kascade has the formulas,
-and says what differs from the authors' code.
+is then chosen as in every other row, and the local region is attended to besides. The authors' code selects in layers
+that are named by hand, by single keys, in decoding alone. Here the anchors of the case's schedule select, by the case's
+unit, in prefill too.
 """
 
 from __future__ import annotations
