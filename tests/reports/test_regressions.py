@@ -140,6 +140,7 @@ def test_other_words_are_refused(text):
     [
         ({"case": "another"}, "wrong", "share no cell"),
         ({"samples": ()}, "slower:10%", "no cell has a speed in both runs"),
+        ({"samples": (5e-324,) * 10}, "slower:10%", "no cell has a speed in both runs"),
         ({"samples": (0.2,) * 5}, "slower:10%", "fewer than 6 samples"),
         ({"memory": {}}, "memory:10%", "no cell has its program's sizes"),
         ({}, "bundles:5%", "no cell has schedules in both runs; compile both with --schedule"),
