@@ -47,7 +47,7 @@ def compare(run_a: Path, run_b: Path, limits: Limits | None = None) -> Compariso
     shared = sorted(set(before) & set(after), key=lambda key: (cases.order(before[key]), label(before[key]), key))
     worse = () if limits is None else regressions(before, after, limits)
     blocks = ["# Run B against run A"]
-    blocks += [] if limits is None else _verdict(worse, limits, len(shared))
+    blocks += [] if limits is None else _verdict(worse, limits.held(before, after))
     blocks += _origins(first, second)
     blocks += _speeds(before, after, shared)
     blocks += _statuses(before, after, shared)
@@ -59,8 +59,8 @@ def compare(run_a: Path, run_b: Path, limits: Limits | None = None) -> Compariso
     return Comparison("\n\n".join(blocks) + "\n", worse)
 
 
-def _verdict(worse: Sequence[Regression], limits: Limits, count: int) -> list[str]:
-    held = f"{plural(count, 'shared cell')} held to: {escape(str(limits))}."
+def _verdict(worse: Sequence[Regression], held: str) -> list[str]:
+    held = f"Held to {escape(held)}."
     if not worse:
         return [f"**No regression.** {held}"]
     columns = (

@@ -14,6 +14,8 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.record import Record
 from attnsuite.suite.store import Manifest
 
+from .formatting import plural
+
 
 class ReportError(InputError):
     """A run directory from which no report can be made."""
@@ -43,6 +45,10 @@ def load(run_dir: Path) -> Run:
     if not records:
         raise ReportError(f"{path} holds no whole record; run at least one cell before asking for a report.")
     notes = [f"The last line of {store.RECORDS} is cut off or damaged and was left out."] if warning else []
-    if manifest is not None and manifest.cells is not None and (missing := manifest.cells - len(records)) > 0:
+    missing = 0 if manifest is None or manifest.cells is None else manifest.cells - len(records)
+    if manifest is not None and missing > 0:
         notes.append(f"This run was not finished: {missing} of its {manifest.cells} cells have no record.")
+    if manifest is not None and missing < 0:
+        counts = f"{plural(len(records), 'record')}, and {store.MANIFEST} says {plural(manifest.cells or 0, 'cell')}"
+        notes.append(f"{store.RECORDS} has {counts}: some records are of another run.")
     return Run(records, manifest, tuple(notes))

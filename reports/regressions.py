@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Literal, get_args
 
 import numpy as np
@@ -55,10 +55,13 @@ class Limits:
 
     allowed: Mapping[What, float]
 
-    def __str__(self) -> str:
-        return ", ".join(
-            name + (f" by more than {share:.3g}%" if name in WITH_SHARE else "")
-            for name, share in ((name, 100 * share) for name, share in self.allowed.items())
+    def held(self, before: Runs, after: Runs) -> str:
+        """How many cells are held to each limit; a cell without a figure in both runs is not."""
+        return "; ".join(
+            name
+            + (f" by more than {100 * share:.3g}%" if name in WITH_SHARE else "")
+            + f": {plural(len(_HELD[name](before, after)), 'cell')}"
+            for name, share in self.allowed.items()
         )
 
 
@@ -92,14 +95,17 @@ def parse_limits(text: str) -> Limits:
 
 def regressions(before: Runs, after: Runs, limits: Limits) -> tuple[Regression, ...]:
     """What is worse in ``after``, records by key. Raises InputError where a limit has nothing to be held to."""
-    shared = [key for key in before if key in after]
-    if not shared:
+    if not _shared(before, after):
         raise InputError(
             "--fail-on: the two runs share no cell (a cell is a case, a backend, a device and a mode); "
             "compare runs of the same suite on the same device."
         )
     requested = [what for what in get_args(What) if what in limits.allowed]
-    return tuple(each for what in requested for each in _FOUND[what](before, after, shared, limits.allowed[what]))
+    return tuple(each for what in requested for each in _FOUND[what](before, after, limits.allowed[what]))
+
+
+def _shared(before: Runs, after: Runs) -> list[str]:
+    return [key for key in before if key in after]
 
 
 def timed(before: Runs, after: Runs) -> list[str]:
@@ -143,17 +149,21 @@ def _together(records: Sequence[Record]) -> list[float]:
     return list(np.exp(np.mean([np.log(each.samples[:rounds]) for each in records], axis=0)))
 
 
-def _slower(before: Runs, after: Runs, _: Sequence[str], share: float) -> list[Regression]:
-    both = timed(before, after)
+def _with_interval(before: Runs, after: Runs) -> list[str]:
+    """The timed cells with enough samples for an interval in both runs."""
+    samples = {key: min(len(before[key].samples), len(after[key].samples)) for key in timed(before, after)}
+    return [key for key, count in samples.items() if count >= statistics.FEWEST]
+
+
+def _slower(before: Runs, after: Runs, share: float) -> list[Regression]:
+    both, judged = timed(before, after), _with_interval(before, after)
     if not both:
         raise InputError("--fail-on slower: no cell has a speed in both runs; leave it out, or run both on the device.")
-    few = [key for key in both if min(len(before[key].samples), len(after[key].samples)) < statistics.FEWEST]
-    if len(few) == len(both):
+    if not judged:
         raise InputError(
-            f"--fail-on slower: {plural(len(few), 'cell')} with fewer than {statistics.FEWEST} samples in "
+            f"--fail-on slower: {plural(len(both), 'cell')} with fewer than {statistics.FEWEST} samples in "
             "a run, which give no interval; leave it out, or measure again."
         )
-    judged = [key for key in both if key not in few]
     level = 1 - 0.05 / len(judged)
     plain = {key: statistics.quick_ratio(after[key].samples, before[key].samples) for key in judged}
     found = []
@@ -211,46 +221,56 @@ def _matmul(run: Mapping[str, Record], keys: Iterable[str]) -> float | None:
     return next((rate for rate in rates if rate), None)
 
 
-def _larger(before: Runs, after: Runs, shared: Sequence[str], share: float) -> list[Regression]:
+def _larger(before: Runs, after: Runs, share: float) -> list[Regression]:
     """The cells whose programs take more memory: arguments, outputs and temporaries together."""
-    sizes = {key: [program_bytes(r) if shows_memory(r) else None for r in (before[key], after[key])] for key in shared}
-    known = _known(sizes, "--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
+    if not (sizes := _sizes(before, after)):
+        raise InputError("--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
     sentence = "its program takes {} MiB, {} of that in A (allowed: {})"
     return [
         Regression("memory", key, sentence.format(number(b / 2**20), number(b / a), number(1 + share)))
-        for key, (a, b) in known.items()
+        for key, (a, b) in sizes.items()
         if b > (1 + share) * a
     ]
 
 
-def _longer(before: Runs, after: Runs, shared: Sequence[str], share: float) -> list[Regression]:
+def _sizes(before: Runs, after: Runs) -> dict[str, tuple[int, int]]:
+    return _known(before, after, lambda record: program_bytes(record) if shows_memory(record) else None)
+
+
+def _longer(before: Runs, after: Runs, share: float) -> list[Regression]:
     """The cells for whose Pallas kernels a TPU's compiler scheduled more bundles, times the steps of their grids."""
-    counts = {key: [scheduled_bundles(r.schedules) for r in (before[key], after[key])] for key in shared}
-    known = _known(counts, "--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
+    if not (counts := _bundles(before, after)):
+        raise InputError("--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
     sentence = "its kernels have {} bundles x grid steps, {} of those in A (allowed: {})"
     return [
         Regression("bundles", key, sentence.format(b, number(b / a), number(1 + share)))
-        for key, (a, b) in known.items()
+        for key, (a, b) in counts.items()
         if b > (1 + share) * a
     ]
 
 
-def _known(counts: Mapping[str, Sequence[int | None]], sentence: str) -> dict[str, tuple[int, int]]:
-    """The cells that have a count in both runs. Raises InputError with the sentence where none has."""
-    known = {key: (a, b) for key, (a, b) in counts.items() if a and b is not None}
-    if not known:
-        raise InputError(sentence)
-    return known
+def _bundles(before: Runs, after: Runs) -> dict[str, tuple[int, int]]:
+    return _known(before, after, lambda record: scheduled_bundles(record.schedules))
 
 
-def _wrong(before: Runs, after: Runs, shared: Sequence[str], _: float) -> list[Regression]:
+def _known(before: Runs, after: Runs, count: Callable[[Record], int | None]) -> dict[str, tuple[int, int]]:
+    """The cells that have a count in both runs."""
+    counts = {key: (count(before[key]), count(after[key])) for key in _shared(before, after)}
+    return {key: (a, b) for key, (a, b) in counts.items() if a and b is not None}
+
+
+def _wrong(before: Runs, after: Runs, _: float) -> list[Regression]:
     sentence = "a tensor is outside of what is allowed"
-    new = [key for key in shared if _is_wrong(after[key]) and not _is_wrong(before[key])]
+    new = [key for key in _shared(before, after) if _is_wrong(after[key]) and not _is_wrong(before[key])]
     return [Regression("wrong", key, after[key].error or sentence) for key in new]
 
 
-def _failed(before: Runs, after: Runs, *_: object) -> list[Regression]:
-    failures = {key: _failure(after.get(key)) for key in before if before[key].status == "ok"}
+def _ran(before: Runs, _: Runs) -> list[str]:
+    return [key for key, record in before.items() if record.status == "ok"]
+
+
+def _failed(before: Runs, after: Runs, _: float) -> list[Regression]:
+    failures = {key: _failure(after.get(key)) for key in _ran(before, after)}
     return [Regression("failed", key, sentence) for key, sentence in failures.items() if sentence]
 
 
@@ -267,10 +287,17 @@ def _failure(record: Record | None) -> str:
     return f"it ran in A; {record.status}: {record.error or ' '.join(record.reasons)}"
 
 
-_FOUND: Mapping[What, Callable[[Runs, Runs, Sequence[str], float], list[Regression]]] = {
+_FOUND: Mapping[What, Callable[[Runs, Runs, float], list[Regression]]] = {
     "wrong": _wrong,
     "failed": _failed,
     "slower": _slower,
     "memory": _larger,
     "bundles": _longer,
+}
+_HELD: Mapping[What, Callable[[Runs, Runs], Sized]] = {
+    "wrong": _shared,
+    "failed": _ran,
+    "slower": _with_interval,
+    "memory": _sizes,
+    "bundles": _bundles,
 }

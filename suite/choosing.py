@@ -24,7 +24,7 @@ from .peers import PEERS
 from .record import Record
 from .reportable import STANDARD, program_bytes, ratio_of, shows_speed, times_of
 from .statistics import median
-from .store import parse_records, records_path
+from .store import RECORDS, parse_records, records_path
 from .tuned import choice, figures
 from .user_function import is_reference
 
@@ -110,7 +110,11 @@ def extended(path: Path, sources: Iterable[Source]) -> tuple[Source, ...]:
 
 
 def _records(directory: Path) -> Sequence[Record]:
-    return parse_records(records_path(directory))[0]
+    """Raises InputError where a record is cut off: a choice would be made without its backend."""
+    records, _, warning = parse_records(records_path(directory))
+    if warning:
+        raise InputError(f"{directory} has no whole run: the last line of {RECORDS} is damaged. End it with --resume.")
+    return records
 
 
 def measured(directory: Path) -> list[Measured]:

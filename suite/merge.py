@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import InputError
 from .record import MACHINE_KIND, Record
-from .store import RECORDS, Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
+from .store import MANIFEST, RECORDS, Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
 from .suites import Shard, parse_shard
 
 _MAY_DIFFER = ("cases", "shard", "cells", "file", "text")  # in what runs that belong together may differ
@@ -81,7 +81,10 @@ def _read(directory: Path) -> Part:
         raise InputError(
             f"{directory} is not finished ({sentence}); run attnsuite run --resume --out {directory} first."
         )
-    return Part(directory, manifest, records)
+    part = Part(directory, manifest, records)
+    if strange := {record.case for record in records} - set(part.names):
+        raise InputError(f"{directory} has records of {', '.join(sorted(strange))}, which {MANIFEST} does not name.")
+    return part
 
 
 def _check_alike(one: Part, other: Part) -> None:

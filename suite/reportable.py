@@ -22,6 +22,7 @@ from .record import Record, Schedule
 from .statistics import Interval, median, paired_ratio, unpaired_ratio
 
 STANDARD = "standard"
+_SHORTEST = 1e-12  # seconds of a call: a ratio of two times stays finite
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def shows_speed(record: Record) -> bool:
         (is_trusted(record) or is_peer_outside(record))
         and record.mode in ("native", "fallback")
         and len(record.samples) > 0
-        and all(math.isfinite(time) and time > 0 for time in (*record.samples, *record.device_seconds))
+        and all(math.isfinite(time) and time >= _SHORTEST for time in (*record.samples, *record.device_seconds))
     )
 
 

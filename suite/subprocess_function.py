@@ -126,11 +126,13 @@ def computed(name: str, reference: str, settings: str, inputs: Path, answer: Pat
 
 
 def outputs(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """The results of a call by name."""
+    """The results of a call by name. Raises TypeError for what is neither an array nor a tuple."""
     rest = {name: x for name, x in inputs.items() if name not in _INPUTS and not name.startswith("cotangent ")}
     found = function(*(inputs.get(name) for name in _INPUTS), **rest)
-    form = "pair" if isinstance(found, tuple | list) else "one"
-    return {f"{form} {i}": x for i, x in enumerate(jax.tree.leaves(found))}
+    form, leaves = "pair" if isinstance(found, tuple | list) else "one", jax.tree.leaves(found)
+    if not leaves or (form == "one" and leaves[0] is not found):
+        raise TypeError(f"it returns a {type(found).__name__}, and the contract says one array.")
+    return {f"{form} {i}": x for i, x in enumerate(leaves)}
 
 
 def gradients(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Call:
             )
         is_local = self.window_size is not None or self.chunk_size is not None or self.mask
         if self.is_decode and is_local and not self.causal:
-            raise InputError(f"case {self.name}: a decode step with a window or chunks needs causal = true.")
+            raise InputError(f"case {self.name}: a decode step with a window, chunks or a mask needs causal = true.")
         with as_input(f"case {self.name}: "):
             spec_of(self)
 
@@ -185,7 +185,7 @@ def describe_call(case: Call) -> str:
         f"sliding{case.window_size}": case.window_size is not None,
         f"chunk{case.chunk_size}": case.chunk_size is not None,
         re.sub(r"\W+", "-", case.mask).strip("-"): bool(case.mask),
-        f"cap{case.soft_cap}": case.soft_cap is not None,
+        f"cap{case.soft_cap}".replace("+", ""): case.soft_cap is not None,
         f"docs{case.documents}": case.documents > 1,
         "hnd": isinstance(case, OpCase) and case.kv_layout == "HND",
         f"seed{case.seed}": case.seed != 0,

@@ -17,6 +17,16 @@ def test_cut_off_last_line_is_left_out_with_a_note(record, write_run):
     assert "1 cell: 1 ran natively." in text
 
 
+def test_records_beyond_those_of_the_run_are_noted(record, write_run):
+    run = write_run(record(), record("chunked"))
+    (run / "run.json").write_text(
+        '{"suite":"s","target":"cpu","versions":{},"source":"","git_revision":null,"flags":{},"cells":1}'
+    )
+    assert reports.load(run).notes == (
+        "records.jsonl has 2 records, and run.json says 1 cell: some records are of another run.",
+    )
+
+
 def test_damaged_manifest_is_an_error(record, write_run):
     run = write_run(record())
     (run / "run.json").write_text("{", encoding="utf-8")

@@ -140,6 +140,7 @@ def test_other_words_are_refused(text):
     [
         ({"case": "another"}, "wrong", "share no cell"),
         ({"samples": ()}, "slower:10%", "no cell has a speed in both runs"),
+        ({"samples": (5e-324,) * 10}, "slower:10%", "no cell has a speed in both runs"),
         ({"samples": (0.2,) * 5}, "slower:10%", "fewer than 6 samples"),
         ({"memory": {}}, "memory:10%", "no cell has its program's sizes"),
         ({}, "bundles:5%", "no cell has schedules in both runs; compile both with --schedule"),
@@ -162,13 +163,21 @@ def test_command_line_exits_with_3_and_writes_githubs_summary(record, write_run,
     out, err = capsys.readouterr()
     assert "slower: forward-s4096-h8k8-d64-f32/standard/cpu/native: its time 1.50" in err
     told = summary.read_text()
-    assert told.startswith(
-        "before\n# Run B against run A\n\n**1 regression.** 1 shared cell held to: wrong, slower by more"
-    )
-    assert "**No regression.** 1 shared cell held to: wrong, slower by more than 10%." in told
+    held = "Held to wrong: 1 cell; slower by more than 10%: 1 cell."
+    assert told.startswith(f"before\n# Run B against run A\n\n**1 regression.** {held}")
+    assert f"**No regression.** {held}" in told
     assert (
         told.removeprefix("before\n").replace("\n\n# Run", "\n# Run").strip()
         == out.replace("\n\n# Run", "\n# Run").strip()
+    )
+
+
+def test_only_cells_with_a_figure_in_both_runs_count_as_held_to_a_limit(record):
+    one, few, gone = (record(requested=name) for name in ("standard", "chunked", "flash_cpu"))
+    after = by_key(one, dataclasses.replace(few, samples=(0.2,) * 5), dataclasses.replace(gone, status="oom"))
+    limits = parse_limits("wrong,failed,slower:10%,memory:5%")
+    assert limits.held(by_key(one, few, gone), after) == (
+        "wrong: 3 cells; failed: 3 cells; slower by more than 10%: 1 cell; memory by more than 5%: 2 cells"
     )
 
 

@@ -97,6 +97,13 @@ def test_cells_of_another_session_are_not_compared(write_run):
     assert [(found.winner, set(found.cells)) for found in measured(run)] == [("standard", {"standard", "chunked"})]
 
 
+def test_run_whose_last_record_is_cut_off_is_refused(write_run):
+    path = write_run("a", {op(64): {"standard": 2.0, "chunked": 1.0}}) / "records.jsonl"
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(InputError, match=r"the last line of records\.jsonl is damaged"):
+        sources_of([path.parent])
+
+
 def test_later_run_replaces_the_same_problem_of_an_earlier_one(write_run):
     runs = [write_run(name, {op(64): {"standard": 1.0, "chunked": time}}) for name, time in (("a", 0.5), ("b", 2.0))]
     assert [(source.name, source.choices[0].backend) for source in sources_of(runs)] == [(str(runs[1]), "standard")]

@@ -16,7 +16,7 @@ import pytest
 from attnsuite.backends import Target, registry, support
 from attnsuite.reports import render
 from attnsuite.reports.pages import conformance as conformance_page
-from attnsuite.suite import compile_run, judgement, user_function
+from attnsuite.suite import compile_run, judgement, subprocess_function, user_function
 from attnsuite.suite.cell import Outcome, Request
 from attnsuite.suite.compile.compilation import rejected
 from attnsuite.suite.errors import InputError
@@ -223,6 +223,9 @@ def test_output_of_another_shape_or_dtype_is_named_as_that(kernels):
     )
     assert "swapped" in judged(kernels, "transposed", "random 3 of seed 0", 3).error
     assert judged(kernels, "pair").error.startswith("it returns a tuple, and the contract says one array ")
+    for returned, kind in (({"output": 1.0}, "dict"), (None, "NoneType"), ((), "tuple")):
+        with pytest.raises(TypeError, match=f"it returns a {kind}, and the contract says one array"):
+            subprocess_function.outputs(lambda *_, returned=returned: returned, {})
 
 
 def test_what_jax_itself_cannot_do_here_is_no_fault_of_a_function(kernels, monkeypatch):
