@@ -144,7 +144,7 @@ class Chunked:
             )
             return _result(program, *passes.forward(program, query, read, terms, *tables))
 
-        return Plan.stateless(attend, key_blocks=program.sizes.keys)
+        return Plan.stateless(attend, gradient=False, key_blocks=program.sizes.keys)
 
     def _program(self, spec: AttentionSpec, layout: Layout, target: Target, options: dict[str, Any]) -> Program:
         """Sizes by rule, replaced by the shipped policy, then by the file of ``tuned``, then by the other options."""

@@ -50,7 +50,7 @@ def plan(spec: AttentionSpec, layout: Layout) -> Plan:
     mask, read = may_attend(spec, layout), None
     if mask is not None and (spec.has_segment_ids or spec.has_seq_lengths):
         read = mask.any((1, 2))
-    return Plan.stateless(functools.partial(_attend, spec, mask, read))
+    return Plan.stateless(functools.partial(_attend, spec, mask, read), gradient=False)
 
 
 def _attend(

@@ -229,3 +229,12 @@ def test_product_with_a_hessian_is_that_of_the_formula_or_refused(dtype):
             product("chunked")
     else:
         np.testing.assert_allclose(product("chunked"), product("standard"), atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [{}, {"page_table": np.array([[0]])}], ids=["decode", "pages"])
+def test_gradient_where_needs_grad_is_false_is_refused_by_name(cache):
+    """JAX would speak of loops instead, and bits of pages have a derivative of zero."""
+    step = functools.partial(attention, backend="chunked", needs_grad=False, **cache)
+    keys = jnp.ones((1, 8, 2, 4))
+    with pytest.raises(ValueError, match="needs_grad=True"):
+        jax.grad(lambda query: step(query, keys, keys).sum())(keys[:, :1])
