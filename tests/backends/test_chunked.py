@@ -232,8 +232,8 @@ def test_product_with_a_hessian_is_that_of_the_formula_or_refused(dtype):
 
 
 @pytest.mark.parametrize("cache", [{}, {"page_table": np.array([[0]])}], ids=["decode", "pages"])
-def test_gradient_of_a_step_without_is_refused_by_name(cache):
-    """Its loops and custom rules end in sentences of JAX otherwise, and bits of pages in a derivative of zero."""
+def test_gradient_where_needs_grad_is_false_is_refused_by_name(cache):
+    """JAX would speak of loops instead, and bits of pages have a derivative of zero."""
     step = functools.partial(attention, backend="chunked", needs_grad=False, **cache)
     keys = jnp.ones((1, 8, 2, 4))
     with pytest.raises(ValueError, match="needs_grad=True"):
