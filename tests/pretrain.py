@@ -1,8 +1,8 @@
 """Train and measure a byte-level model on text. The checkpoint in the package was made by this script.
 
 ``python tests/pretrain.py train --out DIR [--text FILE ...]`` and ``python tests/pretrain.py evaluate``. The optimizer
-is Muon, the step is that of ``models/training.py``. All seeds are fixed; the same versions on the same machine give the
-same weights. Unigram and bigram models of bytes are the baselines.
+is Muon, the step is that of ``models/training.py``. All seeds are fixed. Unigram and bigram models of bytes are the
+baselines.
 """
 
 from __future__ import annotations
