@@ -174,7 +174,7 @@ def nothing_begins() -> Iterator[None]:
             find_cells(request.backends, request.cases, request.text, request.all_cores)
         return ENVIRONMENT, []
 
-    def steps(request: Any, problem: Any, out: Path, **_: Any) -> None:
+    def steps(request: Any, problem: Any, started: Any, out: Path, **_: Any) -> None:
         if (out / training_run.LOSSES).is_file():
             training_run._keep(out / training_run.LOSSES, 2)
         raise Begins
@@ -189,6 +189,7 @@ def nothing_begins() -> Iterator[None]:
         (process.Worker, "__init__", begins),
         (run_grid, "probe", probe_here),
         (layerwise_perplexity, "streamed_nats", begins),
+        (training_run, "_started", lambda *_: None),
         (training_run, "_steps", steps),
         (training_run, "describe", lambda: ENVIRONMENT),
         (tuning, "rank_candidates", begins),
