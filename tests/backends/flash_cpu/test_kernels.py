@@ -176,9 +176,10 @@ def test_blocks_are_empty_mixed_or_full_as_the_block_table_says(isa, name):
 
 def test_instruction_set_follows_from_the_features():
     full = dict.fromkeys((*AVX512_BF16.needs, *AVX2.needs), True)
-    assert available(full, "x86_64") == (AVX512_BF16, AVX512, AVX2)
+    assert available({**full, "sse4a": True}, "x86_64") == (AVX512_BF16, AVX512, AVX2)  # AMD
+    assert available(full, "x86_64") == (AVX512, AVX512_BF16, AVX2)
     assert available({**full, "avx512bf16": False}, "x86_64") == (AVX512, AVX2)
-    assert available({**full, "amx-tile": True, "amx-bf16": True}, "x86_64") == (AMX_BF16, AVX512_BF16, AVX512, AVX2)
+    assert available({**full, "amx-tile": True, "amx-bf16": True}, "x86_64") == (AMX_BF16, AVX512, AVX512_BF16, AVX2)
     assert available({**full, "avx512bw": False}, "x86_64") == (AVX2,)
     assert available({**full, "avx512bw": False, "fma": False}, "x86_64") == ()
     assert available({}, "arm64") == (NEON,)

@@ -16,7 +16,7 @@ from attnsuite.backends.flash_cpu.calls import Calls
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, ptr
 from attnsuite.backends.flash_cpu.forward import Kernel
-from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX512_BF16
+from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX512, AVX512_BF16
 from attnsuite.backends.flash_cpu.visibility import visibility
 from emitted import ISAS, assembly, call, compiled, set_apart
 from emulated_tiles import emulate
@@ -180,7 +180,7 @@ def test_no_other_kernel_touches_tiles(monkeypatch):
 @pytest.mark.parametrize("permitted", [True, False])
 def test_amx_is_the_default_where_the_system_permits_it(monkeypatch, permitted):
     monkeypatch.setattr(tiles, "permitted", lambda: permitted)
-    assert SAPPHIRE_RAPIDS.isa() is (AMX_BF16 if permitted else AVX512_BF16)
+    assert SAPPHIRE_RAPIDS.isa() is (AMX_BF16 if permitted else AVX512)
     assert SAPPHIRE_RAPIDS.isa("amx_bf16") is (AMX_BF16 if permitted else None)
     monkeypatch.setattr(Processor, "here", staticmethod(lambda: SAPPHIRE_RAPIDS))
     monkeypatch.setattr(availability, "_self_test", lambda isa: f"{isa.name} would be tested")
