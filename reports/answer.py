@@ -72,15 +72,15 @@ def answer_lines(run: Run) -> list[str]:
     if not timed:
         return []
     found = [_row(member) for member in timed]
-    headers = ["case", "use this", f"time, x {baseline_of(record.kind for record in run.records)}"]
-    keys = ("use", "time_over_standard") if any(row.get("time_over_standard") for row in found) else ("use",)
-    headers = headers[: 1 + len(keys)]
-    values = [[_plain(row.get(key)) for key in keys] for row in found]
-    room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers[1:], *values, strict=True))
+    headers = {"use": "use this"}
+    if any(row.get("time_over_standard") for row in found):
+        headers["time_over_standard"] = f"time, x {baseline_of(record.kind for record in run.records)}"
+    values = [[_plain(row.get(key)) for key in headers] for row in found]
+    room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers.values(), *values, strict=True))
     names = [shortened(member.cells[0].record.case, room) for member in timed]
     rows = [[name, *row] for name, row in zip(names, values, strict=True)]
     unsure = [f"{name}: {row['sure']}" for name, row in zip(names, found, strict=True) if row["sure"] != FASTER]
-    return [*tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines(), *unsure]
+    return [*tabulate(rows, ["case", *headers.values()], tablefmt="plain", disable_numparse=True).splitlines(), *unsure]
 
 
 def _plain(value: Value) -> str:

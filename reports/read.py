@@ -45,10 +45,10 @@ def load(run_dir: Path) -> Run:
     if not records:
         raise ReportError(f"{path} holds no whole record; run at least one cell before asking for a report.")
     notes = [f"The last line of {store.RECORDS} is cut off or damaged and was left out."] if warning else []
-    missing = 0 if manifest is None or manifest.cells is None else manifest.cells - len(records)
-    if manifest is not None and missing > 0:
-        notes.append(f"This run was not finished: {missing} of its {manifest.cells} cells have no record.")
-    if manifest is not None and missing < 0:
-        counts = f"{plural(len(records), 'record')}, and {store.MANIFEST} says {plural(manifest.cells or 0, 'cell')}"
+    cells = len(records) if manifest is None or manifest.cells is None else manifest.cells
+    if cells > len(records):
+        notes.append(f"This run was not finished: {cells - len(records)} of its {cells} cells have no record.")
+    if cells < len(records):
+        counts = f"{plural(len(records), 'record')}, and {store.MANIFEST} says {plural(cells, 'cell')}"
         notes.append(f"{store.RECORDS} has {counts}: some records are of another run.")
     return Run(records, manifest, tuple(notes))

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Limits:
         return "; ".join(
             name
             + (f" by more than {100 * share:.3g}%" if name in WITH_SHARE else "")
-            + f": {plural(len(_HELD[name](before, after)), 'cell')}"
+            + f": {plural(len(_CELLS[name](before, after)), 'cell')}"
             for name, share in self.allowed.items()
         )
 
@@ -101,7 +101,11 @@ def regressions(before: Runs, after: Runs, limits: Limits) -> tuple[Regression, 
             "compare runs of the same suite on the same device."
         )
     requested = [what for what in get_args(What) if what in limits.allowed]
-    return tuple(each for what in requested for each in _FOUND[what](before, after, limits.allowed[what]))
+    return tuple(
+        each
+        for what in requested
+        for each in _FOUND[what](before, after, _CELLS[what](before, after), limits.allowed[what])
+    )
 
 
 def _shared(before: Runs, after: Runs) -> list[str]:
@@ -155,8 +159,8 @@ def _with_interval(before: Runs, after: Runs) -> list[str]:
     return [key for key, count in samples.items() if count >= statistics.FEWEST]
 
 
-def _slower(before: Runs, after: Runs, share: float) -> list[Regression]:
-    both, judged = timed(before, after), _with_interval(before, after)
+def _slower(before: Runs, after: Runs, judged: Sequence[str], share: float) -> list[Regression]:
+    both = timed(before, after)
     if not both:
         raise InputError("--fail-on slower: no cell has a speed in both runs; leave it out, or run both on the device.")
     if not judged:
@@ -221,9 +225,9 @@ def _matmul(run: Mapping[str, Record], keys: Iterable[str]) -> float | None:
     return next((rate for rate in rates if rate), None)
 
 
-def _larger(before: Runs, after: Runs, share: float) -> list[Regression]:
+def _larger(before: Runs, after: Runs, sizes: Mapping[str, tuple[int, int]], share: float) -> list[Regression]:
     """The cells whose programs take more memory: arguments, outputs and temporaries together."""
-    if not (sizes := _sizes(before, after)):
+    if not sizes:
         raise InputError("--fail-on memory: no cell has its program's sizes in both runs; leave it out.")
     sentence = "its program takes {} MiB, {} of that in A (allowed: {})"
     return [
@@ -237,9 +241,9 @@ def _sizes(before: Runs, after: Runs) -> dict[str, tuple[int, int]]:
     return _known(before, after, lambda record: program_bytes(record) if shows_memory(record) else None)
 
 
-def _longer(before: Runs, after: Runs, share: float) -> list[Regression]:
+def _longer(before: Runs, after: Runs, counts: Mapping[str, tuple[int, int]], share: float) -> list[Regression]:
     """The cells for whose Pallas kernels a TPU's compiler scheduled more bundles, times the steps of their grids."""
-    if not (counts := _bundles(before, after)):
+    if not counts:
         raise InputError("--fail-on bundles: no cell has schedules in both runs; compile both with --schedule.")
     sentence = "its kernels have {} bundles x grid steps, {} of those in A (allowed: {})"
     return [
@@ -259,9 +263,9 @@ def _known(before: Runs, after: Runs, count: Callable[[Record], int | None]) -> 
     return {key: (a, b) for key, (a, b) in counts.items() if a and b is not None}
 
 
-def _wrong(before: Runs, after: Runs, _: float) -> list[Regression]:
+def _wrong(before: Runs, after: Runs, shared: Sequence[str], _: float) -> list[Regression]:
     sentence = "a tensor is outside of what is allowed"
-    new = [key for key in _shared(before, after) if _is_wrong(after[key]) and not _is_wrong(before[key])]
+    new = [key for key in shared if _is_wrong(after[key]) and not _is_wrong(before[key])]
     return [Regression("wrong", key, after[key].error or sentence) for key in new]
 
 
@@ -269,8 +273,8 @@ def _ran(before: Runs, _: Runs) -> list[str]:
     return [key for key, record in before.items() if record.status == "ok"]
 
 
-def _failed(before: Runs, after: Runs, _: float) -> list[Regression]:
-    failures = {key: _failure(after.get(key)) for key in _ran(before, after)}
+def _failed(before: Runs, after: Runs, ran: Sequence[str], _: float) -> list[Regression]:
+    failures = {key: _failure(after.get(key)) for key in ran}
     return [Regression("failed", key, sentence) for key, sentence in failures.items() if sentence]
 
 
@@ -287,17 +291,17 @@ def _failure(record: Record | None) -> str:
     return f"it ran in A; {record.status}: {record.error or ' '.join(record.reasons)}"
 
 
-_FOUND: Mapping[What, Callable[[Runs, Runs, float], list[Regression]]] = {
-    "wrong": _wrong,
-    "failed": _failed,
-    "slower": _slower,
-    "memory": _larger,
-    "bundles": _longer,
-}
-_HELD: Mapping[What, Callable[[Runs, Runs], Sized]] = {
+_CELLS: Mapping[What, Callable[[Runs, Runs], Any]] = {  # that are held to a limit
     "wrong": _shared,
     "failed": _ran,
     "slower": _with_interval,
     "memory": _sizes,
     "bundles": _bundles,
+}
+_FOUND: Mapping[What, Callable[[Runs, Runs, Any, float], list[Regression]]] = {
+    "wrong": _wrong,
+    "failed": _failed,
+    "slower": _slower,
+    "memory": _larger,
+    "bundles": _longer,
 }

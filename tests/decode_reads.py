@@ -4,7 +4,7 @@ Measures: give it an idle machine. The plain read is a product of a matrix with 
 lengths of its rows. Calls take turns: on the same arrays again and again; on new arrays, as every call of a run has
 them; and on new arrays after the process came to rest, as where one of them has 32 MiB or more.
 
-    python tests/decode_reads.py        # three minutes
+    python tests/decode_reads.py        # a minute and a half
 
 Prints a table in Markdown: GB/s (medians) of the step and of the read, and the step's share of the read.
 """

@@ -1,6 +1,6 @@
 """Prints a bfloat16 call of flash_cpu with each instruction set of this processor, beside the float32 call.
 
-Measures: give it an idle machine. The calls take turns; causal, by default one sequence of 2048 tokens with 8/8 heads.
+Measures: give it an idle machine. The calls take turns: causal, one sequence of 2048 tokens, 8/8 heads.
 
     python tests/instruction_sets.py        # a minute
 """
