@@ -1,7 +1,7 @@
 """Builds the site: `tox -e docs`, or `python docs/build.py FOLDER SITE`.
 
-The pages of docs/ and of reports/published/ are laid out in FOLDER with one page of reference per room, and zensical
-makes SITE of them. A warning, such as a link to a page that does not exist, fails the build.
+The pages of docs/ and of reports/published/ are laid out in FOLDER with one page of reference per room and the keys of
+suite files, and zensical makes SITE of them. A warning, such as a link to a page that does not exist, fails the build.
 """
 
 import ast
@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from attnsuite.suite import schema
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"attnsuite.backends": "backends", "attnsuite.models": "models", "attnsuite.reports": "reports"}
@@ -39,6 +41,8 @@ def lay_out(pages: Path) -> None:
     only_pages = shutil.ignore_patterns("*.json", "*.jsonl", "*.npz")
     shutil.copytree(ROOT / "reports" / "published", pages / "published", ignore=only_pages)
     (pages / "published" / "README.md").rename(pages / "published" / "index.md")
+    with (pages / "reference" / "suite-files.md").open("a", encoding="utf-8") as page:
+        page.write(f"\n{schema.generated()}")
     for module, room in ROOMS.items():
         (pages / "reference" / f"attnsuite-{room}.md").write_text(reference(module, room), encoding="utf-8")
 
