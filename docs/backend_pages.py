@@ -11,15 +11,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from attnsuite.backends import registry, support
 from attnsuite.backends.kascade import settings
 from attnsuite.suite.record import Record
-from attnsuite.suite.reportable import speed_of, standard_of
-from attnsuite.suite.statistics import median
 from attnsuite.suite.store import parse_records
 from attnsuite.suite.support_matrix import BASE, PROBLEMS, TARGETS
 
@@ -36,9 +33,6 @@ INSTALL = {
     "tokamax_triton": "pip install '.[tokamax]'",
 }
 
-RELATIVE = """\
-Times relative to those of the reference in the same rounds: the median, least and most of a backend's cases, and in how
-many cells it ran. `library` is JAX's or flax's own attention. Cases differ from run to run."""
 _MODES = {"native": "natively on", "interpret": "in an interpreter on", "compile": "compiled for"}
 
 
@@ -103,40 +97,8 @@ def ran(published: Mapping[str, tuple[Record, ...]]) -> str:
     return "\n".join(lines)
 
 
-def times(published: Mapping[str, tuple[Record, ...]]) -> str:
-    """A row for each published run with times: of each backend, how long it takes relative to the run's reference."""
-    rows: dict[str, dict[str, str]] = {}
-    for folder, records in published.items():
-        link = f"[{folder}](../../reports/published/{folder}/report.md), {min(r.started for r in records)[:10]}"
-        for name in registry.BUILT_IN:
-            own = [record for record in records if _is_of(record, name) and record.mode == "native"]
-            reference, ratios = _ratios(own, records)
-            if ratios:
-                span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-                cell = f"{median(ratios).value:.2f}{span}, {len(own)}"
-                rows.setdefault(f"{link} | `{reference}`", {})[name] = cell
-    names = [name for name in registry.BUILT_IN if any(name in cells for cells in rows.values())]
-    head = f"| run | relative to | {' | '.join(f'`{name}`' for name in names)} |"
-    lines = [f"| {run} | {' | '.join(cells.get(name, '') for name in names)} |" for run, cells in rows.items()]
-    return "\n".join([head, "|---|---|" + "--:|" * len(names), *lines])
-
-
 def _is_of(record: Record, name: str) -> bool:
     return record.resolved == record.requested == name and record.status == "ok"
-
-
-def _ratios(own: list[Record], records: tuple[Record, ...]) -> tuple[str, list[float]]:
-    """The reference of a run, and times relative to it in the same rounds; no times where none were measured."""
-    cases: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        cases[record.case].append(record)
-    pairs = [(record, standard_of(cases[record.case])) for record in own if record.devices == 1]
-    speeds = [(speed_of(record, reference), reference) for record, reference in pairs]
-    ratios = [speed.ratio.value for speed, _ in speeds if speed and speed.ratio]
-    if not ratios:
-        return "", []
-    (name,) = {reference.requested for speed, reference in speeds if speed and speed.ratio and reference}
-    return name, ratios
 
 
 def published_records() -> dict[str, tuple[Record, ...]]:
@@ -160,7 +122,7 @@ def overview(published: Mapping[str, tuple[Record, ...]]) -> str:
     """The whole page of all backends."""
     before, _, rest = OVERVIEW.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{ran(published)}\n\n{RELATIVE}\n\n{times(published)}\n{END}{after}"
+    return f"{before}{BEGIN}{ran(published)}\n{END}{after}"
 
 
 def main() -> None:

@@ -113,11 +113,11 @@ def accuracy(rows: Sequence[Row], guesses: Sequence[float]) -> str:
     return f"{rank:.4f} | {100 * statistics.median(errors):.1f} | {100 * np.percentile(errors, 90):.1f}"
 
 
-def choice(row: Row, weights: np.ndarray) -> tuple[list[float], bool, float] | None:
+def choice(row: Row, weights: np.ndarray) -> tuple[list[float], bool] | None:
     """Where the measured best blocks are among all candidates; None with fewer than six candidates.
 
     The share of the others before it (equals count half) by the sum, the visited area, and fewest steps then fewest
-    bytes; whether the sum has none before it; by how much the sum's first is expected to be faster.
+    bytes; whether the sum has none before it.
     """
     every = [(q, kv) for q in SIZES for kv in SIZES if q <= row.spec.query_length and kv <= row.spec.key_value_length]
     if len(every) < 6 or row.blocks not in every:
@@ -129,15 +129,15 @@ def choice(row: Row, weights: np.ndarray) -> tuple[list[float], bool, float] | N
     for order in orders:
         before, equal = (sum(test(order[each]) for each in every) for test in (order[best].__gt__, order[best].__eq__))
         shares.append((before + (equal - 1) / 2) / (len(every) - 1))
-    return shares, min(times.values()) == times[best], times[best] / min(times.values()) - 1
+    return shares, min(times.values()) == times[best]
 
 
 def page(rows: list[Row]) -> str:
     """The page."""
     wheel = {chip: [row for row in rows if row.chip == chip and "wheel" in row.source] for chip in CHIPS}
     weights = {chip: held_out(own, fitted, lambda row: row.shape) for chip, own in wheel.items()}
-    scales = {chip: held_out(own, scaled, lambda row: row.shape) for chip, own in wheel.items()}
     by_dim = {chip: held_out(own, fitted, lambda row: row.spec.head_dim) for chip, own in wheel.items()}
+    scales = {chip: held_out(own, scaled, lambda row: row.shape) for chip, own in wheel.items()}
     text = [HEAD.format(measured=sum(map(len, wheel.values())), chips=" | ".join(wheel))]
     for term, counts, *found in zip(TERMS, COUNTS, *map(fitted, wheel.values()), strict=True):
         seconds = term in ("steps", "rows")  # of each; the others are relative to a published rate
@@ -157,11 +157,11 @@ def page(rows: list[Row]) -> str:
     text.append(CHOICE)
     for chip, own in wheel.items():
         found = [each for row in own if (each := choice(row, weights[chip][row]))]
-        shares, first, lost = zip(*found, strict=True)
+        shares, first = zip(*found, strict=True)
         text.append(
             f"| {chip} | {len(found)} | {100 * sum(first) / len(first):.0f} | "
             + " | ".join(f"{100 * share:.0f}" for share in np.mean(shares, axis=0))
-            + f" | {100 * np.median(lost):.1f} | {100 * np.percentile(lost, 90):.1f} |"
+            + " |"
         )
     return "\n".join((*text, FOOT))
 
@@ -175,9 +175,8 @@ COUNTS = (
 )
 HEAD = """# Expected times on absent TPUs
 
-`attnsuite tune --target v6e` orders block sizes of splash by an expected time. This page says what the expected time is
-made of, and how far it is from times that were measured. It is written by `python docs/tpu_times.py TIMES.csv`. The
-times are not ours: tokamax's authors measured them, and ship them in the wheel of tokamax 0.0.17 ({measured} times of
+`attnsuite tune --target v6e` orders block sizes of splash by an expected time. `python docs/tpu_times.py TIMES.csv`
+writes this page from times that tokamax's authors measured, and ship in the wheel of tokamax 0.0.17 ({measured} times of
 the forward pass of its splash kernel in bfloat16; 20 shapes, causal and full, with and without the log-sum-exp; the
 block sizes are those that tokamax's search found fastest). Nothing of this project has run on a TPU.
 
@@ -201,20 +200,12 @@ For each problem tokamax's search found the fastest blocks. Here the candidates 
 4096 that fit the lengths, six at least. A predictor that knows nothing has half of the candidates before the measured
 best. "Steps, then bytes" is how `tune` orders where no time is expected.
 
-| chip | problems | measured best is first by the sum (%) | candidates before it, by the sum (%) | by the visited area (%) | by steps, then bytes (%) | expected loss of the measured best, median (%) | 90th percentile (%) |
-|---|---|---|---|---|---|---|---|"""
+| chip | problems | measured best is first by the sum (%) | candidates before it, by the sum (%) | by the visited area (%) | by steps, then bytes (%) |
+|---|---|---|---|---|---|"""
 FOOT = """
-The last two columns are the regret against tokamax's table in the predictor's own terms. Only the best blocks of a
-problem were published, so the loss that a wrong choice would have on the chip is not known.
-
-## What it is not
-
-- A time of another kernel. JAX's `splash` has the same blocks and grid as tokamax's and is ordered by the same sum; its
-  times were not measured.
-- A time of the backward pass (38 times of one chip, too few shapes to hold any out), of float32, of head dimensions
-  below 64 or above 256, of a v4 or v5e. For these `tune` orders as before, and shows no expected time.
-- An account of `block_kv_compute`, layouts, the scheduler, or the compiler's schedules.
-- A promise that blocks compile: `tune` compiles each candidate first.
+Only the best blocks of a problem were published, so the loss of a wrong choice on the chip is not known. JAX's `splash`
+has the same blocks and grid and is ordered by the same sum; its times were not measured. No time is expected of the
+backward pass, of float32, of head dimensions below 64 or above 256, of a v4 or v5e.
 """
 
 if __name__ == "__main__":
