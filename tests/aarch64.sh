@@ -3,6 +3,12 @@
 #
 #     bash tests/aarch64.sh /tmp/aarch64 --cases 'causal,decode-*' --random 0 --out DIR
 #
+# These 31 problems passed the judge, with --cell-timeout 1800: causal,gqa-4,decode-1,decode-4,sinks-decode,
+# log-sum-exp-decode,combination-ragged,combination-bfloat16,combination-float16,soft-cap,bias-per-head,mask-per-head,
+# alibi,function-dilated,score,sinks,segments-causal,head-dim-72,big-logits-float32,kv-int8,decode-window,decode-hnd,
+# decode-bfloat16,function-decode,score-decode,alibi-decode,pages,pages-decode,pages-float8,kv-int8-pages-hnd,
+# values-in-keys-decode.
+#
 # On Debian or Ubuntu as root, where this installs qemu-user-static and debootstrap. The first argument is a folder for
 # Debian's AArch64 Python and the AArch64 wheels (2 GB, made once); the others are those of `attnsuite judge flash_cpu`.
 # It judges numbers: an emulator's times mean nothing. A record's `platform` says aarch64, its `cpu` names the host's.

@@ -30,7 +30,7 @@ def compiled():
     llvm.initialize_all_asmprinters()
     module = new_module(HASWELL)
     products.product(module, AVX2, "score", Tile(2, 1, 64, 1, 96, 96, accumulate=False, pack=1)).linkage = ""
-    _, machine = optimised(module, HASWELL, AVX2, jit=False)
+    parsed, machine = optimised(module, HASWELL, AVX2, jit=False)
     return machine.emit_assembly(parsed)
 
 
