@@ -1,9 +1,7 @@
-"""``python docs/backend_pages.py`` writes what the pages of docs/reference/ say of each backend.
+"""``python docs/backend_pages.py`` writes what the pages of docs/reference/backends/ say of each backend.
 
-What a backend takes is asked of the backend, its options are those that it checks, and where it ran is read from the
-records in reports/published/. A page of docs/reference/backends/ has a section for each backend: what stands before
-"- Install" is written by hand. So is what is outside of the two marks of docs/reference/backends.md. A test holds the
-pages current.
+What a backend takes is asked of the backend, and its options are those that it checks. A page has a section for each
+backend: what stands before "- Install" is written by hand. A test holds the pages current.
 """
 
 from __future__ import annotations
@@ -16,15 +14,10 @@ from pathlib import Path
 
 from attnsuite.backends import registry, support
 from attnsuite.backends.kascade import settings
-from attnsuite.suite.record import Record
-from attnsuite.suite.store import parse_records
 from attnsuite.suite.support_matrix import BASE, PROBLEMS, TARGETS
 
 ROOT = Path(__file__).parents[1]
-PUBLISHED = ROOT / "reports" / "published"
 PAGES = ROOT / "docs" / "reference" / "backends"
-OVERVIEW = PAGES.with_suffix(".md")
-BEGIN, END = "<!-- Written by `python docs/backend_pages.py`. -->\n", "<!-- End of what is written. -->\n"
 INSTALL = {
     "cudnn": "pip install '.[cuda12]'",
     "pallas_flash": "pip install '.[cuda12]'",
@@ -32,8 +25,6 @@ INSTALL = {
     "tokamax_splash": "pip install '.[tokamax]'",
     "tokamax_triton": "pip install '.[tokamax]'",
 }
-
-_MODES = {"native": "natively on", "interpret": "in an interpreter on", "compile": "compiled for"}
 
 
 def generated(name: str, before: Mapping[str, Mapping[str, str]]) -> str:
@@ -81,31 +72,6 @@ def _listed(options: Mapping[str, str], before: Mapping[str, Mapping[str, str]])
         yield from (f"| `{option}` | {meaning} |" for option, meaning in options.items())
 
 
-def ran(published: Mapping[str, tuple[Record, ...]]) -> str:
-    """A row for each backend: on which devices it ran in each mode, and in how many published runs."""
-    lines = [f"| backend | {' | '.join(_MODES.values())} |", "|---|---|---|---|"]
-    sections = re.compile("^## (.*)$", re.MULTILINE)
-    pages = {name: path.name for path in PAGES.glob("*.md") for name in sections.findall(path.read_text())}
-    for name in registry.BUILT_IN:
-        cells = []
-        for mode in _MODES:
-            runs = [[r for r in records if _is_of(r, name) and r.mode == mode] for records in published.values()]
-            found = [own for own in runs if own]
-            devices = sorted({record.target.partition(":")[2] for own in found for record in own})
-            cells.append(f"{', '.join(devices)} (runs: {len(found)})" if found else "")
-        lines.append(f"| [`{name}`](backends/{pages[name]}#{name}) | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _is_of(record: Record, name: str) -> bool:
-    return record.resolved == record.requested == name and record.status == "ok"
-
-
-def published_records() -> dict[str, tuple[Record, ...]]:
-    """The records of every published run, by its folder."""
-    return {path.parent.name: parse_records(path)[0] for path in sorted(PUBLISHED.glob("*/records.jsonl"))}
-
-
 def page(path: Path) -> str:
     """A whole page of docs/reference/backends/: of each section its half by hand, and the generated one."""
     top, *sections = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -118,16 +84,8 @@ def page(path: Path) -> str:
     return text.rstrip("\n") + "\n"
 
 
-def overview(published: Mapping[str, tuple[Record, ...]]) -> str:
-    """The whole page of all backends."""
-    before, _, rest = OVERVIEW.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{ran(published)}\n{END}{after}"
-
-
 def main() -> None:
     """Write every page again."""
-    OVERVIEW.write_text(overview(published_records()), encoding="utf-8")
     for path in PAGES.glob("*.md"):
         path.write_text(page(path), encoding="utf-8")
 

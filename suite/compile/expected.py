@@ -9,8 +9,8 @@ A sum of five terms, each a count of work divided by a published rate of the chi
 - rows: the log-sum-exp, where it is kept for a gradient.
 
 The weights were fitted to times that tokamax's authors measured and ship in their wheel. ``docs/tpu_times.py`` makes
-the fit and its page, ``docs/reference/tpu-times.md``, with the errors on shapes that were held out. No time of another
-kernel, dtype, head dimension or chip is expected.
+the fit and its page, ``reports/published/expected-tpu-times/times.md``, with the errors on shapes that were held out.
+No time of another kernel, dtype, head dimension or chip is expected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Chip:
 
 
 # Peaks and bandwidths: cloud.google.com/tpu/docs, pages v5p, v6e and tpu7x (whose chip is two of JAX's devices).
-# Weights and errors: docs/reference/tpu-times.md.
+# Weights and errors: reports/published/expected-tpu-times/times.md.
 CHIPS: Mapping[str, Chip] = {
     "v5p": Chip(
         peak=459e12, bandwidth=2765e9, width=128, weights=(1.06, 1.82e-07, 0.00867, 2.45, 5.84e-10), error=0.046

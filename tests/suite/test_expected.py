@@ -12,6 +12,7 @@ from attnsuite.backends.splash import SPLASH
 from attnsuite.suite.compile.expected import CHIPS, TERMS, expected_seconds
 from declared import sized
 
+PAGE = Path(__file__).parents[2] / "reports" / "published" / "expected-tpu-times" / "times.md"
 SPEC = sized(4096, B=4, N=16, H=128, dtype="bfloat16", is_causal=True, needs_grad=False)
 
 
@@ -39,7 +40,9 @@ def test_nothing_is_expected_of_what_was_not_measured(changes):
 
 
 def test_page_has_these_weights():
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "tpu-times.md").read_text()
+    if not PAGE.is_file():
+        pytest.skip("a source distribution has no published pages; the repository has")
+    page = PAGE.read_text(encoding="utf-8")
     for term, *weights in zip(TERMS, *(chip.weights for chip in CHIPS.values()), strict=True):
         shown = [f"{1e9 * weight:.3g} ns" if term in ("steps", "rows") else f"{weight:.3g}" for weight in weights]
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {term} |"))
