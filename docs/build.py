@@ -37,7 +37,7 @@ def lay_out(pages: Path) -> None:
     for page in pages.rglob("*.md"):  # published pages lie a folder lower in the repository than in the site
         up = "../" * (len(page.relative_to(pages).parts) - 1)
         text = page.read_text(encoding="utf-8").replace(f"](../{up}reports/published/", f"]({up}published/")
-        page.write_text(text.replace("/published/README.md)", "/published/index.md)"), encoding="utf-8")
+        page.write_text(text.replace("/published/README.md", "/published/index.md"), encoding="utf-8")
     only_pages = shutil.ignore_patterns("*.json", "*.jsonl", "*.npz")
     shutil.copytree(ROOT / "reports" / "published", pages / "published", ignore=only_pages)
     (pages / "published" / "README.md").rename(pages / "published" / "index.md")
