@@ -7,6 +7,7 @@ on the CPU, and ends with what it left out. ``pytest --all`` leaves nothing out;
 
 from __future__ import annotations  # pytest 8.3 has not every type that is named here
 
+import functools
 import gc
 import os
 import sys
@@ -80,13 +81,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             config.option.numprocesses = 2
 
 
-def _path(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).as_posix()
+@functools.cache
+def _path(path: Path) -> str | None:
+    """The path as this file writes it; None of a file of somebody who inherits the suite."""
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else None
 
 
 def _is_first(item: pytest.Item) -> bool:
-    path = _path(item)
-    if item.get_closest_marker("thorough") is not None:
+    path = _path(item.path)
+    if path is None or item.get_closest_marker("thorough") is not None:
         return False
     return path in FIRST or (item.get_closest_marker("core") is not None and path.startswith("backends/"))
 
@@ -134,9 +137,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test carries the names of its folders as marks: tests/backends/kvax gives backends and kvax."""
     for item in items:
-        if not item.path.is_relative_to(TESTS):  # of somebody who inherits the suite
+        path = _path(item.path)
+        if path is None:
             continue
-        for folder in item.path.relative_to(TESTS).parent.parts:
+        for folder in path.split("/")[:-1]:
             item.add_marker(folder)
         of_a_suite = issubclass(getattr(item, "cls", None) or object, Conformance)
         if of_a_suite:
@@ -149,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         case = _case_of(item)
         if sweeps or case not in (None, *BREADTH) or case in ONCE_MORE.get(getattr(item, "originalname", None), ()):
             item.add_marker("thorough")
-    items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
+    items.sort(key=lambda item: _path(item.path) not in LONGEST)
     if _runs_first(config):
         left_out = {item: None for item in items if not _is_first(item)}
     else:
