@@ -2,6 +2,7 @@
 
 import configparser
 import dataclasses
+import functools
 import itertools
 import re
 import shlex
@@ -30,9 +31,15 @@ class Selection:
     paths: tuple[Path, ...]
 
     def holds(self, item):
-        here = any(item.path.is_relative_to(path) for path in self.paths)
+        if not is_within(item.path, self.paths) or self.keyword not in item.nodeid:
+            return False
         marks = {mark.name for mark in item.iter_markers()}
-        return here and self.keyword in item.nodeid and self.marks.evaluate(lambda name, **_: name in marks)
+        return self.marks.evaluate(lambda name, **_: name in marks)
+
+
+@functools.cache
+def is_within(path, folders):
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 @dataclass
