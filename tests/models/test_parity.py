@@ -93,7 +93,7 @@ def spell_as_transformers_4(path):
 
 
 def every_way(model):
-    """Logits of TOKENS from one pass, and from a cache: of the first ten in one call, of each other token in its own."""
+    """Logits of TOKENS from one pass, and from a cache: of the first ten in one call, of the others one by one."""
     call = {"backend": "standard"}
     yield "full", model(TOKENS, **call)
     first, cache = model.prefill(TOKENS[:, :10], model.new_cache(2, LENGTH + 3), **call)
