@@ -24,9 +24,9 @@ BREADTH = (
 # Of these tests, cases of BREADTH that have no other way through it than those left. Other tests run them: traced,
 # vmapped or forward alone.
 ONCE_MORE = {
-    # A decode step and a mask with dead rows have decode-4 and mask-and-bias; groups of 8 and segments in turn have
-    # causal and segments-returning; padding has combination.
-    "test_matches_the_oracle": ("decode-1", "gqa-8", "mask-dead-rows", "padding-both-ends", "segments-causal"),
+    # A problem that is causal alone has gqa-8; a decode step decode-4; a mask with dead rows mask-and-bias; padding
+    # combination; segments segments-returning.
+    "test_matches_the_oracle": ("causal", "decode-1", "mask-dead-rows", "padding-both-ends", "segments-causal"),
     "test_eager_agrees_with_jit": ("causal", "window-asymmetric"),
     "test_forward_alone_matches_the_oracle": ("causal", "gqa-8"),
     "test_layout_may_be_traced": ("segments-causal", "positions-shuffled", "score-soft-cap"),
