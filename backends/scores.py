@@ -60,8 +60,9 @@ def _fault(function: ScoreFunction) -> str:
     other[0, 0, 0, 0] = 40.0
     try:
         with jax.ensure_compile_time_eval():  # a spec may be made inside of jit
-            made, slope = derived(function, jnp.asarray(scores), *_indices())
-            again, _ = derived(function, jnp.asarray(other), *_indices())
+            indices = _indices()
+            made, slope = derived(function, jnp.asarray(scores), *indices)
+            again, _ = derived(function, jnp.asarray(other), *indices)
     except Exception as error:  # noqa: BLE001 (whatever the function raises)
         return (
             f"raises {type(error).__name__} ({error}); it takes five arrays (score, batch, head, query position, key "
@@ -86,6 +87,5 @@ def derived(function: ScoreFunction, scores: Any, *indices: Any) -> tuple[Any, A
 
 def _indices() -> tuple[Any, ...]:
     """Batch entry, head, query position and key position of the scores that a function is tried on."""
-    return tuple(
-        jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == at else 1 for i in range(4)]) for at, n in enumerate(_SHAPE)
-    )
+    whole = np.ogrid[tuple(map(slice, _SHAPE))]
+    return tuple(jnp.asarray(index, jnp.int32) for index in whole)

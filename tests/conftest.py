@@ -7,15 +7,22 @@ on the CPU, and ends with what it left out. ``pytest --all`` leaves nothing out;
 
 from __future__ import annotations  # pytest 8.3 has not every type that is named here
 
+import functools
 import gc
+import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX and NumPy read these when they are imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnsuite.testing import Conformance
@@ -80,13 +87,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             config.option.numprocesses = 2
 
 
-def _path(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).as_posix()
+@functools.cache
+def _path(path: Path) -> str | None:
+    """The path as this file writes it; None of a file of somebody who inherits the suite."""
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else None
 
 
 def _is_first(item: pytest.Item) -> bool:
-    path = _path(item)
-    if item.get_closest_marker("thorough") is not None:
+    path = _path(item.path)
+    if path is None or item.get_closest_marker("thorough") is not None:
         return False
     return path in FIRST or (item.get_closest_marker("core") is not None and path.startswith("backends/"))
 
@@ -134,9 +143,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test carries the names of its folders as marks: tests/backends/kvax gives backends and kvax."""
     for item in items:
-        if not item.path.is_relative_to(TESTS):  # of somebody who inherits the suite
+        path = _path(item.path)
+        if path is None:
             continue
-        for folder in item.path.relative_to(TESTS).parent.parts:
+        for folder in path.split("/")[:-1]:
             item.add_marker(folder)
         of_a_suite = issubclass(getattr(item, "cls", None) or object, Conformance)
         if of_a_suite:
@@ -149,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         case = _case_of(item)
         if sweeps or case not in (None, *BREADTH) or case in ONCE_MORE.get(getattr(item, "originalname", None), ()):
             item.add_marker("thorough")
-    items.sort(key=lambda item: not item.path.is_relative_to(TESTS) or _path(item) not in LONGEST)
+    items.sort(key=lambda item: _path(item.path) not in LONGEST)
     if _runs_first(config):
         left_out = {item: None for item in items if not _is_first(item)}
     else:
@@ -162,3 +172,24 @@ def pytest_collection_finish() -> None:
     """Garbage is collected less often: tracing makes many objects, and nearly none of them is in a circle."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_programs_that_draw() -> Iterator[None]:
+    """``jax.random.normal`` compiles a program for each shape, and the parameters of models have hundreds.
+
+    Here it draws as many numbers as the next power of two says, of which the first are those of the shape: they are the
+    same numbers (``models/test_transformer.py``).
+    """
+    draw = jax.random.normal
+
+    @functools.wraps(draw)
+    def normal(key: Any, shape: Any = (), dtype: Any = None, **more: Any) -> jax.Array:
+        if isinstance(key, jax.core.Tracer) or more:
+            return draw(key, shape, dtype, **more)
+        size = math.prod(shape)
+        return jnp.asarray(np.asarray(draw(key, (1 << max(size - 1, 0).bit_length(),), dtype))[:size].reshape(shape))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", normal)
+        yield

@@ -21,8 +21,12 @@ BREADTH = (
     *("combination-float16", "causal-1000-bfloat16", "big-logits-bfloat16"),
 )
 
-# Of the tests that compile a case once more, cases of BREADTH that have no other way through it than those left.
+# Of these tests, cases of BREADTH that have no other way through it than those left. Other tests run them: traced,
+# vmapped or forward alone.
 ONCE_MORE = {
+    # A problem that is causal alone has gqa-8; a decode step decode-4; a mask with dead rows mask-and-bias; padding
+    # combination; segments segments-returning.
+    "test_matches_the_oracle": ("causal", "decode-1", "mask-dead-rows", "padding-both-ends", "segments-causal"),
     "test_eager_agrees_with_jit": ("causal", "window-asymmetric"),
     "test_forward_alone_matches_the_oracle": ("causal", "gqa-8"),
     "test_layout_may_be_traced": ("segments-causal", "positions-shuffled", "score-soft-cap"),

@@ -32,7 +32,6 @@ HELD_BY = {
     "ragged-empty": "ragged",
     "positions-shifted": "positions-reversed",
     "mask-dead-rows": "log-sum-exp-and-bias",
-    "mask-and-bias": "log-sum-exp-and-bias",
     "bias-of-minus-infinity": "bias-of-minus-infinity-and-mask",
     "heads-equal-bfloat16": "window-bfloat16",
     "causal-float16": "combination-float16",

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnsuite import backends
@@ -22,7 +23,7 @@ SHORT = AttentionSpec(batch=1, query_length=16, key_value_length=16, num_heads=2
 DECODE = AttentionSpec(batch=1, query_length=1, key_value_length=8192, num_heads=8, num_kv_heads=2, head_dim=64)
 MASKED = sized(64, has_mask=True)
 DILATED = dataclasses.replace(LONG, mask_function=masks.Dilated(2))
-KINDS = jnp.arange(2**17) % 3  # more than a kernel holds
+KINDS = jnp.asarray(np.arange(2**17, dtype=np.int32) % 3)  # more than a kernel holds
 LOOKED_UP = dataclasses.replace(LONG, mask_function=masks.Where(lambda q, k: KINDS[q] == KINDS[k]))
 WIDE = dataclasses.replace(LONG, dtype="float64")
 

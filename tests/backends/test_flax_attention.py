@@ -23,6 +23,7 @@ from landing import swept
 pytestmark = pytest.mark.foreign_numerics
 
 BACKENDS = ("standard", "auto")
+BOTH_PRECISIONS = (lax.Precision.HIGH, lax.Precision.DEFAULT)
 Layer = Callable[..., jax.Array]  # of the call's arguments; the same parameters for every attention_fn
 
 
@@ -237,7 +238,8 @@ def test_unknown_option_is_refused_before_any_call(name: str) -> None:
 
 @either
 @pytest.mark.parametrize(
-    "precision", [None, "default", lax.Precision.HIGHEST, (lax.Precision.HIGH, lax.Precision.DEFAULT)]
+    "precision",
+    swept([None, "default", lax.Precision.HIGHEST, BOTH_PRECISIONS], [None, BOTH_PRECISIONS]),
 )
 def test_precision_is_taken_where_it_is_had(make: Layer, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(2, 12, 32)

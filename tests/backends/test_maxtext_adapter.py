@@ -10,6 +10,7 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -23,6 +24,7 @@ from attnsuite.backends import registry
 from attnsuite.backends.adapters import maxtext as adapter
 from attnsuite.backends.kascade import manual
 from drawn import draw
+from landing import swept
 
 # MaxText promotes dtypes and ranks.
 pytestmark = [pytest.mark.foreign_numerics, pytest.mark.newest]
@@ -151,9 +153,12 @@ def expected(options, segments, of_keys=None):
 
 
 @each
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["alone", "packed"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_op_gives_what_dot_product_gives(base, layer, segments):
+@pytest.mark.parametrize(
+    ("layer", "is_packed"),
+    swept(itertools.product(LAYERS, (True, False)), [("global", False), *((x, True) for x in LAYERS)]),
+)
+def test_op_gives_what_dot_product_gives(base, layer, is_packed):
+    segments = SEGMENTS if is_packed else None
     ours = op(adapter.attention_op(base, "chunked", on_unavailable="raise"), **LAYERS[layer])
     call = QUERY, KEY, VALUE, segments, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), "train"
     np.testing.assert_allclose(ours(*call), expected(LAYERS[layer], segments), atol=3e-6)

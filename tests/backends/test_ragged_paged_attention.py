@@ -1,6 +1,7 @@
 """JAX's serving kernel for TPUs through the interpreter: mixed batches by the judge, and every refusal."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -81,34 +82,46 @@ def test_slots_that_nobody_sees_do_not_matter():
     check_unseen_does_not_matter(lambda *inputs: run(problem.layout, *inputs), problem)
 
 
-MIXED = layout_of(*BATCHES["mixed"])
-HOLE = MIXED.key_value_segment_ids.at[0, 3].set(-1)
+@functools.cache
+def mixed():
+    """The layout of the first batch, of NumPy's arrays."""
+    return jax.tree.map(np.asarray, layout_of(*BATCHES["mixed"]))
+
+
+def but(array, place, value):
+    """The array with another value at one place of its row."""
+    changed = array.copy()
+    changed[0, place] = value
+    return changed
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"key_value_positions": MIXED.key_value_positions[:, ::-1]},
-        {"key_value_positions": MIXED.key_value_positions.at[0, 3].set(30)},
-        {"query_positions": MIXED.query_positions.at[0, 5].add(-1)},
-        {"query_positions": MIXED.query_positions + 1},  # the last rows stand behind their slots
-        {"query_segment_ids": MIXED.query_segment_ids[:, ::-1]},
-        {"query_segment_ids": MIXED.query_segment_ids.at[0, 3].set(1)},
-        {"query_segment_ids": MIXED.query_segment_ids.at[0, 20].set(0)},
-        {"key_value_segment_ids": HOLE},
-        {"key_value_segment_ids": HOLE, "query_positions": MIXED.query_positions - 1},
-        {"key_value_segment_ids": MIXED.key_value_segment_ids.at[0, 47].set(1)},
-        {"key_value_segment_ids": jnp.minimum(MIXED.key_value_segment_ids, 1)},
+        lambda x: {"key_value_positions": x.key_value_positions[:, ::-1]},
+        lambda x: {"key_value_positions": but(x.key_value_positions, 3, 30)},
+        lambda x: {"query_positions": but(x.query_positions, 5, x.query_positions[0, 5] - 1)},
+        lambda x: {"query_positions": x.query_positions + 1},  # the last rows stand behind their slots
+        lambda x: {"query_segment_ids": x.query_segment_ids[:, ::-1]},
+        lambda x: {"query_segment_ids": but(x.query_segment_ids, 3, 1)},
+        lambda x: {"query_segment_ids": but(x.query_segment_ids, 20, 0)},
+        lambda x: {"key_value_segment_ids": but(x.key_value_segment_ids, 3, -1)},
+        lambda x: {
+            "key_value_segment_ids": but(x.key_value_segment_ids, 3, -1),
+            "query_positions": x.query_positions - 1,
+        },
+        lambda x: {"key_value_segment_ids": but(x.key_value_segment_ids, 47, 1)},
+        lambda x: {"key_value_segment_ids": np.minimum(x.key_value_segment_ids, 1)},
     ],
 )
 def test_batch_that_is_not_of_sequences_in_a_row_is_not_given_to_the_kernel(changes):
-    layout = dataclasses.replace(MIXED, **changes)
+    layout = dataclasses.replace(mixed(), **changes(mixed()))
     assert not fits(layout)
     check_accuracy(run(layout, *INPUTS), problems.solve(SPEC, layout, INPUTS))
 
 
 def test_row_of_a_sequence_without_slots_is_zero():
-    layout = dataclasses.replace(MIXED, query_segment_ids=MIXED.query_segment_ids.at[0, 23].set(7))
+    layout = dataclasses.replace(mixed(), query_segment_ids=but(mixed().query_segment_ids, 23, 7))
     assert fits(layout)
     check_accuracy(run(layout, *INPUTS), problems.solve(SPEC, layout, INPUTS))
 

@@ -112,7 +112,6 @@ BROKEN = {
 SEEN = """
 import json, sys
 import jax.numpy as jnp
-from attnsuite.testing import checks, problems
 from attnsuite.backends import AttentionSpec, Target, attention, get, names, support
 
 seen = {"names": names()}
@@ -123,10 +122,6 @@ seen["shapes"] = {
     name: attention(x, x, x, backend=name, on_unavailable="raise").shape for name in ("standard", "thirdparty", "made")
 }
 seen["refused by mine"] = support(get("mine"), spec, Target("tpu", "v5e")).reasons
-for case in ("head-dim-64", "head-dim-128"):
-    problem = problems.problem(case)
-    checks.check_accuracy(checks.compiled(get("mine"), problem, Target.here())(*problem.inputs), problem)
-    seen.setdefault("judged", []).append(case)
 print(json.dumps(seen))
 """
 
@@ -168,9 +163,8 @@ def test_installed_package_joins_by_its_entry_point_and_runs(seen: dict[str, Any
 
 
 def test_entry_point_may_name_a_class_as_the_docs_show_it(seen: dict[str, Any]) -> None:
-    """The class, its allow-list and its own condition are the docs' own example; its results are judged."""
+    """The class, its allow-list and its own condition are the docs' own example; the next test judges its results."""
     assert 'mine = "my_package:Mine"' in DOCS.read_text(encoding="utf-8")
-    assert seen["judged"] == ["head-dim-64", "head-dim-128"]
     device, head_dim = seen["refused by mine"]
     assert device == "mine runs on CPUs and NVIDIA GPUs, not on tpu:v5e; use backend='chunked'."
     assert head_dim.startswith("head_dim=8 is not supported by mine (accepted: 64, 128); pad the head dimension")
@@ -178,11 +172,11 @@ def test_entry_point_may_name_a_class_as_the_docs_show_it(seen: dict[str, Any]) 
 
 def test_class_of_the_docs_holds_the_package_to_the_contract_in_its_own_repository(site: Path, tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(class_of_the_docs("TestMine(Conformance)"), encoding="utf-8")
-    asked = "refus or (oracle and head-dim-64)"
+    asked = "refus or (oracle and (head-dim-64 or head-dim-128))"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked)
     done = python(*words, tmp_path, folder=tmp_path, first=site)
-    # Three problems refused as declared, the declaration itself, an unknown option, and one result.
-    assert re.search(r"^\.{6} ", done.stdout), done.stdout + done.stderr
+    # Three problems refused as declared, the declaration itself, an unknown option, and a result of each size.
+    assert re.search(r"^\.{7} ", done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", BROKEN)

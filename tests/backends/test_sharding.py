@@ -87,12 +87,12 @@ print(json.dumps(found))
 CASES = {
     "standard": ["combination", "ragged-causal", "decode-4", "log-sum-exp-of-nothing", "bias-per-head"],
     "chunked": ["log-sum-exp", "sinks", "sinks@ring", "alibi@gather"],
-    "flash_cpu": ["plain@ring", "causal@ring", "window-causal@ring"],
+    "flash_cpu": ["plain@ring", "window-causal@ring"],
 }
 if not is_landing():
     CASES["standard"] += ["sinks", "causal", "gqa-8", "padding-both-ends", "mask-per-head", "bias-broadcast"]
     CASES["chunked"] += ["combination"]
-    CASES["flash_cpu"] += ["causal", "function-dilated@ring"]
+    CASES["flash_cpu"] += ["causal", "causal@ring", "function-dilated@ring"]
 if not importlib.util.find_spec("llvmlite"):
     del CASES["flash_cpu"]
 

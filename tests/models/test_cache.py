@@ -52,9 +52,9 @@ def test_prefill_and_decode_give_the_logits_of_a_full_pass(name):
 
 
 def test_the_default_backend_decodes_to_the_same_logits():
-    model, tokens = make("mixed"), tokens_for(2, 8)
-    _, cache = model.prefill(tokens[:, :7], model.new_cache(2, 16))
-    logits, _ = model.decode(tokens[:, 7:], cache)
+    model, tokens = make("mixed"), tokens_for(2, 14)
+    _, cache = model.prefill(tokens[:, :13], model.new_cache(2, 16))
+    logits, _ = model.decode(tokens[:, 13:], cache)
     np.testing.assert_allclose(logits, model(tokens, **CALL)[:, -1], rtol=0, atol=5e-6)
 
 
@@ -88,7 +88,7 @@ def test_a_bfloat16_model_decodes_from_a_float32_cache():
 
 def test_the_given_cache_is_donated():
     model = make("global")
-    cache = model.new_cache(1, 8)
+    cache = model.new_cache(1, 4)  # as in test_a_full_cache_refuses_one_more_token
     model.prefill(tokens_for(1, 4), cache, **CALL)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values))
 

@@ -12,7 +12,8 @@ from attnsuite.models.forward_pass import documents, forward
 from attnsuite.models.planning import resolve_attention
 from landing import swept
 
-SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12}
+# One layer, where a variant does not say more: "mixed" and "all-types" have what several need.
+SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "head_dim": 12, "num_layers": 1}
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 14}
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "rope_scaling": RopeScaling(factor=8.0, original_max_length=16)},

@@ -1,6 +1,7 @@
 """Kascade in a whole model: the retrieval gate (controls: tests/suite/test_kascade.py), calibration, decoding, text."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -211,19 +212,25 @@ def test_calibration_agrees_with_the_definition():
     assert found.mass_similarity[0, 1].min() < 0.999
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def observed(config, params, tokens):
+    """Queries, keys, the stream and what attention adds to it, of each layer."""
+    seen = []
+    found = resolve_attention(config, batch=1, query_length=len(tokens), backend="standard")
+    observe = lambda _, *arrays: seen.append([x[0] for x in arrays])  # noqa: E731
+    forward(config, params, tokens[None], resolutions=found, observe=observe)
+    return seen
+
+
 def _attention_matrices(model, tokens):
     seen = []
-
-    def observe(layer, query, key, x, attended):
-        q, k = np.asarray(query[0], np.float64), np.repeat(np.asarray(key[0], np.float64), 2, axis=1)
+    for query, key, *_ in observed(model.config, model.arrays(), tokens):
+        q, k = np.asarray(query, np.float64), np.repeat(np.asarray(key, np.float64), 2, axis=1)
         logits = np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5
         logits = np.where(np.tri(len(q), dtype=bool), logits, -np.inf)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         seen.append(weights.reshape(2, 2, *weights.shape[1:]).sum(1))
-
-    found = resolve_attention(model.config, batch=1, query_length=len(tokens), backend="standard")
-    forward(model.config, model.arrays(), jnp.asarray(tokens)[None], resolutions=found, observe=observe)
     return np.stack(seen)
 
 
@@ -232,11 +239,7 @@ def test_a_function_of_queries_and_keys_is_calibrated_like_the_model_that_it_is_
     model, prompts = small(), np.random.default_rng(0).integers(0, 256, (2, 70))
 
     def queries_and_keys(prompt, *, stream=False):
-        seen = []
-        found = resolve_attention(model.config, batch=1, query_length=len(prompt), backend="standard")
-        observe = lambda _, *arrays: seen.append([x[0] for x in (arrays if stream else arrays[:2])])  # noqa: E731
-        forward(model.config, model.arrays(), prompt[None], resolutions=found, observe=observe)
-        return seen
+        return [layer if stream else layer[:2] for layer in observed(model.config, model.arrays(), prompt)]
 
     of_model = calibration.calibrate(model, prompts, OPTIONS)
     found = calibration.calibrate(queries_and_keys, prompts, OPTIONS)

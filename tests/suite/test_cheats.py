@@ -44,14 +44,15 @@ GROUPS = {
         {
             "counts_calls": DIFFERENT,
             "wrong_from_the_fourth_call": TIMED,
-            "remembers": DIFFERENT,
             "reads_the_choice": TIMED,
             "looks_ahead": TIMED,
-            "constant_in_run": DIFFERENT,
-            "draws_the_inputs_again": DIFFERENT,
             "finds_the_inputs": DIFFERENT,
             "zeros_called_approximate": "declared approximate",
         },
+    ),
+    "one answer for all inputs": (
+        FORWARD,
+        {"remembers": DIFFERENT, "constant_in_run": DIFFERENT, "draws_the_inputs_again": DIFFERENT},
     ),
     "as people call it": (
         CALLER,

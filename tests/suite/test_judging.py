@@ -244,16 +244,16 @@ def test_what_jax_itself_cannot_do_here_is_no_fault_of_a_function(kernels, monke
 def test_verdict_is_a_record_and_a_gate(kernels, tmp_path, capsys):
     out = tmp_path / "judged"
     words = ["--cases", "heads-equal", "--random", "0", "--require", "deterministic,isolates", "--badge"]
-    code = code_of("judge", f"{kernels}:plain", *words, "--out", out)
+    code = code_of("judge", f"{kernels}:forward", *words, "--out", out)
     written = capsys.readouterr()
     assert code == 1
-    assert f"{kernels}:plain is not isolates: not applicable." in written.err
+    assert f"{kernels}:forward is not isolates: not applicable." in written.err
     assert "is not deterministic" not in written.err
     assert re.search(r"^deterministic +yes +5 runs; another process; one processor core", written.out, re.MULTILINE)
     badge = json.loads(next(out.glob("badge-*.json")).read_text())
     assert badge["verdicts"] == {"deterministic": "yes", "isolates": "not applicable"}
     assert (badge["right"], badge["judged"]) == (1, 1)
-    assert badge["code"] == user_function.digests([f"{kernels}:plain"])[f"{kernels}:plain"]
+    assert badge["code"] == user_function.digests([f"{kernels}:forward"])[f"{kernels}:forward"]
     picture = next(out.glob("badge-*.svg")).read_text()
     assert ">right 1/1<" in picture
     assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314 (written above)

@@ -37,6 +37,7 @@ def check(case):
     check_accuracy(compiled(KVAX, problem, Target.here(), "interpret")(*problem.inputs), problem)
 
 
+@pytest.mark.thorough
 def test_and_of_two_masks_is_taken_element_by_element(monkeypatch, interpret):
     def as_python(both, first, *rest):
         result = first
@@ -49,6 +50,7 @@ def test_and_of_two_masks_is_taken_element_by_element(monkeypatch, interpret):
         check("segments-causal")
 
 
+@pytest.mark.thorough
 def test_products_of_bfloat16_are_of_values_and_not_of_bit_patterns(monkeypatch, interpret):
     monkeypatch.delattr(interpret.Builder, "create_dot")
     with pytest.raises(AssertionError, match=r"output: .*passed=False"):
@@ -81,6 +83,7 @@ def test_arithmetic_on_bfloat16_is_refused_rather_than_done_on_bit_patterns(inte
     assert interpreter.InterpreterBuilder().binary_op(one, one, np.add).data[0] == 2 * 0x3F80  # what upstream does
 
 
+@pytest.mark.thorough
 def test_scalar_is_an_index_whatever_numpy_says(monkeypatch, interpret):
     check("causal")
     monkeypatch.setattr(interpret, "_index", lambda scalar: int(scalar.handle.data))  # Triton 3.6
@@ -89,6 +92,7 @@ def test_scalar_is_an_index_whatever_numpy_says(monkeypatch, interpret):
             check("causal")
 
 
+@pytest.mark.thorough
 def test_sums_are_not_the_interpreters_own_rounding(monkeypatch, interpret):
     check("ragged")
 
