@@ -9,20 +9,14 @@ from __future__ import annotations  # pytest 8.3 has not every type that is name
 
 import functools
 import gc
-import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX and NumPy read these when they are imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from attnsuite.testing import Conformance
@@ -172,24 +166,3 @@ def pytest_collection_finish() -> None:
     """Garbage is collected less often: tracing makes many objects, and nearly none of them is in a circle."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_programs_that_draw() -> Iterator[None]:
-    """``jax.random.normal`` compiles a program for each shape, and the parameters of models have hundreds.
-
-    Here it draws as many numbers as the next power of two says, of which the first are those of the shape: they are the
-    same numbers (``models/test_transformer.py``).
-    """
-    draw = jax.random.normal
-
-    @functools.wraps(draw)
-    def normal(key: Any, shape: Any = (), dtype: Any = None, **more: Any) -> jax.Array:
-        if isinstance(key, jax.core.Tracer) or more:
-            return draw(key, shape, dtype, **more)
-        size = math.prod(shape)
-        return jnp.asarray(np.asarray(draw(key, (1 << max(size - 1, 0).bit_length(),), dtype))[:size].reshape(shape))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.random, "normal", normal)
-        yield

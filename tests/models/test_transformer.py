@@ -44,16 +44,6 @@ def test_same_seed_same_parameters_other_seed_others():
     assert not np.array_equal(other.arrays()["embed_tokens"], model().arrays()["embed_tokens"])
 
 
-@pytest.mark.parametrize("shape", [(172, 64), (5, 1, 3), (256,), ()], ids=str)
-def test_numbers_that_tests_draw_are_those_of_jax(shape):
-    """They are cut out of more numbers (tests/conftest.py)."""
-    drawn = jax.random.normal
-    for dtype in (jnp.float32, jnp.bfloat16):
-        found, right = (draw(jax.random.key(3), shape, dtype) for draw in (drawn, drawn.__wrapped__))
-        assert (found.dtype, found.shape) == (right.dtype, right.shape)
-        np.testing.assert_array_equal(found, right)
-
-
 def test_a_second_call_does_not_trace_again():
     model()(TOKENS, backend="standard")
     traced = compiled_forward._cache_size()
