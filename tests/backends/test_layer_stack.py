@@ -18,7 +18,7 @@ WIDTH = HEADS * DIM
 SCHEDULE = manual((0, 2), num_layers=4, kv_heads=HEADS)
 OPTIONS = {"schedule": SCHEDULE, "top_k": 0.1, "min_keys": 0, "tile_size": TILE, "query_tile": TILE}
 HOW = {"is_causal": True, "needs_grad": False, "on_unavailable": "raise", "backend_options": OPTIONS}
-X = jnp.asarray(np.random.default_rng(0).standard_normal((1, LENGTH, WIDTH)), jnp.float32)
+X = jax.random.normal(jax.random.key(0), (1, LENGTH, WIDTH))
 
 
 def attend_as(layer):
