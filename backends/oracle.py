@@ -81,7 +81,7 @@ def gradients(
     if spec.kv_layout == "HND":
         k, v = np.swapaxes(k, 1, 2), np.swapaxes(v, 1, 2)
     found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
-    found |= {f"d{name}": np.zeros(getattr(terms, name).shape) for name in terms.given()}
+    found |= {f"d{name}": np.zeros(x.shape) for name, x in terms.given().items()}
     for b, group, head, rows in _blocks(spec):
         q_block, g_block = q[b, rows, group], np.swapaxes(g[b, rows, group], 0, 1)
         probs, slope, lse = _probabilities(spec, layout, terms, b, group, rows, q_block, k[b, :, head])
