@@ -37,7 +37,7 @@ _PROBE = AttentionSpec(
 class FlashAttentionConfig(Mapping[str, Any]):
     """The flash attention that is available here, by attribute or by key (``config["kvax_available"]``).
 
-    ``flash_attention_supported`` says whether any flash kernel runs here, ``reasons`` why Kvax does not.
+    ``flash_attention_supported`` says whether any exact flash kernel runs here, ``reasons`` why Kvax does not.
     ``device_type`` is "cpu", "gpu" or "tpu"; ``device_info`` is JAX's name of the first device.
     """
 
@@ -77,11 +77,11 @@ def get_flash_attention_config() -> FlashAttentionConfig:
     reasons = ("kvax is not registered in this installation.",)
     if "kvax" in registry.names():
         reasons = support(registry.get("kvax"), _PROBE, target).reasons
-    kernels = [name for name in registry.names() if name not in ("standard", "chunked")]
+    backends = [registry.get(name) for name in registry.names() if name not in ("standard", "chunked")]
     return FlashAttentionConfig(
         kvax_available=not reasons,
         device_type=target.platform if target.platform in ("cpu", "tpu") else "gpu",
-        flash_attention_supported=any(support(registry.get(name), _PROBE, target) for name in kernels),
+        flash_attention_supported=any(support(each, _PROBE, target) for each in backends if each.exact),
         device_info=str(jax.devices()[0]),
         reasons=reasons,
     )

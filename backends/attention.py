@@ -20,20 +20,17 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from .choices import AnyPolicy
-from .contract import Backend, Carry
+from .contract import Carry
 from .derivatives import forward_mode_explained
-from .devices import Target
-from .explicit_mesh import shares
 from .features import Mode
 from .layer_stack import LayerStack, Number, StackedLayer, check_layer
 from .layout import Layout, check_layout, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
 from .operands import EitherArray, Terms
-from .resolve import OnUnavailable, resolve
+from .resolve import OnUnavailable, Resolution, resolve
 from .scores import ScoreFunction
-from .spec import AttentionSpec
-from .support import plan_accepted
+from .sharding import shares
 
 Scale = float | Num[Array, ""] | Num[np.ndarray, ""] | np.number  # known when the program is compiled
 
@@ -329,16 +326,15 @@ def _attend(
     check_layer(layer)
     query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
-    resolution = resolve(backend, spec, **request)
-    mode, given = resolution.mode_and()
-    runs = shares(resolution.backend, spec, (resolution.target, mode, given), query, key, value)
+    asked = resolve(backend, spec, **request)
+    # Equal programs are one, whatever was asked for and refused before.
+    same: dict[str, Any] = {"requested": asked.backend.name, "rejections": (), "policy": ""}
+    resolution = dataclasses.replace(asked, backend=shares(asked, query, key, value), **same)
     operands = (query, key, value, check_layout(spec, layout), terms)
 
     def call(number: Number | None, carry: Carry) -> tuple[Any, Carry]:
         known, traced = (None, number) if isinstance(number, jax.Array) else (number, None)
-        settings = tuple((given or {}).items())
-        stacked = None if layer is None else layer.num_layers
-        program = _Program(runs, spec, resolution.target, mode, settings, isolate, known, stacked)
+        program = _Program(resolution, isolate, known, None if layer is None else layer.num_layers)
         try:
             hash(program)
         except TypeError:  # an option's value that cannot name a program
@@ -355,11 +351,7 @@ def _attend(
 class _Program:
     """What one call computes: all that is known when it is compiled. The backend has accepted it."""
 
-    backend: Backend
-    spec: AttentionSpec
-    target: Target
-    mode: Mode
-    options: tuple[tuple[str, Any], ...]
+    resolution: Resolution
     isolate: bool
     layer: int | None = None
     stacked: int | None = None  # the layers of the caller's stack
@@ -375,8 +367,7 @@ class _Program:
         carry: Carry,
     ) -> tuple[Any, Carry]:
         query = varying(query, layout)  # Plan.run sees no layout
-        how: dict[str, Any] = {"target": self.target, "mode": self.mode, "isolate": self.isolate}
-        made = plan_accepted(self.backend, self.spec, layout, options=dict(self.options), **how)
+        made = self.resolution.plan(layout, isolate=self.isolate)
         if None not in (self.stacked, made.num_layers) and self.stacked != made.num_layers:
             raise ValueError(
                 f"the LayerStack has {self.stacked} layers and the schedule {made.num_layers}; make them of one number."

@@ -70,15 +70,12 @@ class BlockTable:
 
 
 def pad_layout(spec: AttentionSpec, layout: Layout, block_q: int, block_kv: int) -> PaddedLayout:
-    """Fill in the defaults of ``layout`` and pad it to multiples of the block sizes."""
+    """Fill in the defaults of ``layout``, which is that of a plan (:func:`layout.fit`), and pad it to whole blocks."""
     q_pos, k_pos = positions(spec, layout)
     q_pad, k_pad = -spec.query_length % block_q, -spec.key_value_length % block_kv
     lengths = layout.key_value_seq_lengths
     if lengths is None:
         lengths = np.full((1,), spec.key_value_length, np.int32)
-    else:
-        xp = np if isinstance(lengths, np.ndarray) else jnp
-        lengths = xp.clip(lengths, 0, spec.key_value_length)
     q_seg, k_seg = layout.query_segment_ids, layout.key_value_segment_ids
     padded: dict[str, Any] = {
         "query_positions": _pad(q_pos, q_pad, 0),

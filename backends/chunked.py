@@ -101,8 +101,7 @@ class Chunked:
         differentiable = _differentiable(program, tables_of)
 
         def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
-            learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
-            return differentiable(query, key, value, learned, traced)
+            return differentiable(query, key, value, jax.tree.map(jnp.asarray, terms.given()), traced)
 
         return Plan.stateless(attend, key_blocks=program.sizes.keys)
 

@@ -39,10 +39,10 @@ def forward(
     program: Program, query: Array, keys_values: tuple[Array, Array | None], terms: Terms, tables: _Tables
 ) -> tuple[Array, Array, Array]:
     """As :func:`attnsuite.backends.chunked_passes.forward`, of a contiguous cache."""
-    arrays = {"query": query, "key": keys_values[0], "value": keys_values[1], **_learned(terms)}
+    arrays = {"query": query, "key": keys_values[0], "value": keys_values[1], **terms.given()}
 
     def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, Array, Array]:
-        learned = Terms(**{name: x[name] for name in _learned(terms)})
+        learned = Terms(**{name: x[name] for name in terms.given()})
         return passes.forward(program, x["query"], (x["key"], x.get("value")), learned, *tables)
 
     return _by_shares(program, compute, arrays, tables, ("btnv", "btn", "btn"))
@@ -61,22 +61,18 @@ def backward(
     if not {"bias", "alibi"}.isdisjoint(requested):  # all sequences add to one gradient
         return passes.backward(program, operands, seen, cotangents, terms, *tables, requested)
     names = ("query", "key", "value", "out", "top", "rest", "d_out", "d_lse")
-    arrays = {**dict(zip(names, (*operands, *seen, *cotangents), strict=True)), **_learned(terms)}
+    arrays = {**dict(zip(names, (*operands, *seen, *cotangents), strict=True)), **terms.given()}
 
     def compute(program: Program, x: Mapping[str, Any], tables: _Tables) -> tuple[Array, ...]:
         shares: list[Any] = [x.get(name) for name in names]
         query, key, value, out, top, rest, d_out, d_lse = shares
-        known = Terms(**{name: x[name] for name in _learned(terms)})
+        known = Terms(**{name: x[name] for name in terms.given()})
         found = passes.backward(program, (query, key, value), (out, top, rest), (d_out, d_lse), known, *tables, ())
         return tuple(x for x in found[:3] if x is not None)
 
     results = ("btnh", "bskh", *(["bskv"] if operands[2] is not None else []))
     d_query, d_key, *d_value = _by_shares(program, compute, arrays, tables, results)
     return d_query, d_key, (*d_value, None)[0], Terms()
-
-
-def _learned(terms: Terms) -> dict[str, Any]:
-    return {name: getattr(terms, name) for name in terms.given()}
 
 
 def _by_shares(

@@ -127,7 +127,8 @@ class Plan:
         if self.spec is not None:
             check_operands(self.spec, query, key, value)
         query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms))
-        present = (sinks.finite(terms),) if check_terms(self.spec, terms) else ()
+        check_terms(self.spec, terms)
+        present = (sinks.finite(terms),) if terms.given() else ()
         with forward_mode_explained():
             return self.attend(query, key, value, layer, carry, *present)
 

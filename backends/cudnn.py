@@ -8,6 +8,7 @@ nothing sees, are handled here, because the library leaves them open. It is clos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,13 +26,23 @@ from .vendor_kernel import VendorKernel
 
 
 def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, options: Mapping[str, Any]) -> Plan:
+    # A window that ends at the query is causal by itself. The library takes it only together with the causal mask,
+    # which already hides everything on the right.
+    run = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=spec.softmax_scale,
+        is_causal=_is_causal(spec),
+        local_window_size=None if spec.window is None else (spec.window[0], 0),
+        implementation="cudnn",
+    )
+
     def attend(
         query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k h"], terms: Terms
     ) -> Float[Array, "b t n h"]:
         lengths = layout.key_value_seq_lengths
         arrays, visible = _arrays(spec, layout, terms)
         if visible is None and lengths is None:
-            return _call(spec, query, key, value, None, {})
+            return run(query, key, value)
         seeing = seen = jnp.ones((), bool)
         if visible is not None:
             seeing, seen = visible.any(-1).swapaxes(1, 2)[..., None], _seen_keys(visible, spec.num_kv_heads)
@@ -43,7 +54,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
             lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
         query = jnp.where(seeing, query, jnp.zeros_like(query))
         key, value = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (key, value))
-        out = _call(spec, query, key, value, lengths, arrays)
+        out = run(query, key, value, key_value_seq_lengths=lengths, **arrays)
         return jnp.where(seeing, out, jnp.zeros_like(out))
 
     return Plan.stateless(attend)
@@ -51,7 +62,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
 
 def _arrays(
     spec: AttentionSpec, layout: Layout, terms: Terms
-) -> tuple[dict[str, Array], Bool[Array, "#b #n t s"] | None]:
+) -> tuple[dict[str, Any], Bool[Array, "#b #n t s"] | None]:
     """Mask and bias as the library takes them, and what sees what by them; None without either.
 
     JAX adds a large negative number where the mask is false: a row without a visible key averages over all, and a score
@@ -79,29 +90,6 @@ def _seen_keys(visible: Bool[Array, "#b #n t s"], kv_heads: int) -> Bool[Array, 
     if seen.shape[1] > 1:
         seen = seen.reshape(len(seen), kv_heads, -1, seen.shape[-1]).any(2)
     return seen.swapaxes(1, 2)[..., None]
-
-
-def _call(
-    spec: AttentionSpec,
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k h"],
-    lengths: Array | None,
-    arrays: Mapping[str, Any],
-) -> Float[Array, "b t n h"]:
-    # A window that ends at the query is causal by itself. The library takes it only together with the causal mask,
-    # which already hides everything on the right.
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        scale=spec.softmax_scale,
-        is_causal=_is_causal(spec),
-        key_value_seq_lengths=lengths,
-        local_window_size=None if spec.window is None else (spec.window[0], 0),
-        implementation="cudnn",
-        **arrays,
-    )
 
 
 def _is_causal(spec: AttentionSpec) -> bool:

@@ -97,8 +97,7 @@ def differentiated(spec: AttentionSpec, layout: Layout, step: Callable[[Layout],
     )
 
     def attend(query: Array, key: Array, value: Array | None, terms: Terms) -> Any:
-        learned = {name: jnp.asarray(getattr(terms, name)) for name in terms.given()}
-        return run(arrays, learned, query, key, value)
+        return run(arrays, jax.tree.map(jnp.asarray, terms.given()), query, key, value)
 
     return Plan.stateless(attend, ("gradients of so few queries are those of the plain formula, backend 'standard'.",))
 

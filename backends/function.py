@@ -39,8 +39,7 @@ class FunctionBackend:
         keywords = _keywords(spec, layout, self.declared)
 
         def attend(query: Any, key: Any, value: Any, terms: Terms) -> Any:
-            learned = {name: getattr(terms, name) for name in terms.given()}
-            return self.function(query, key, value, **keywords, **learned)
+            return self.function(query, key, value, **keywords, **terms.given())
 
         return Plan.stateless(attend)
 

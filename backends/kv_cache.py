@@ -106,6 +106,7 @@ def gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec,
     """The plan of ``spec`` from ``plan(bare, layout)``, where ``bare`` has contiguous keys and values of its dtype.
 
     Each layer gathers the slots of every sequence, ``key_value_length`` of them, and multiplies them by their scales.
+    The slots of a page outside the pool are NaN.
     """
     return unrounded(spec, lambda wide: _gathered(wide, layout, plan))
 
@@ -114,10 +115,17 @@ def _gathered(spec: AttentionSpec, layout: Layout, plan: Callable[[AttentionSpec
     bare = dataclasses.replace(spec, page_size=None, num_pages=None, kv_dtype=None)
     contiguous = dataclasses.replace(layout, page_table=None)
     made, unread = plan(bare, contiguous), unread_slots(spec, layout)
+    pages, outside = pages_in_pool(spec, layout)
+
+    def slots_of(x: Array) -> Array:
+        return x if pages is None else x[pages].reshape(pages.shape[0], -1, *x.shape[2:])
 
     def gather(x: Array, scales: EitherArray | None) -> Array:
-        numbers = of_sequences(spec, layout, x, scales)  # of a slot that nobody sees: whatever its page holds
-        return numbers if unread is None else jnp.where(unread[..., None, None], 0, numbers)
+        every = None if scales is None else slots_of(jnp.broadcast_to(jnp.asarray(scales), key_rows(spec)))
+        numbers = _multiplied(spec, slots_of(jnp.asarray(x)), every)
+        if outside is not None:
+            numbers = jnp.where(outside[..., None, None], jnp.nan, numbers)
+        return numbers if unread is None else jnp.where(unread[..., None, None], 0, numbers)  # whatever a page holds
 
     def attend(
         query: Array, key: Array, value: Array | None, layer: int | None, carry: Carry, terms: Terms = NO_TERMS
@@ -148,21 +156,6 @@ def unrounded(spec: AttentionSpec, plan: Callable[[AttentionSpec], Plan]) -> Pla
     return dataclasses.replace(made, attend=attend)
 
 
-def of_sequences(
-    spec: AttentionSpec,
-    layout: Layout,
-    x: Num[Array, "rows slots kv_heads dim"],
-    scales: Float[EitherArray, "#rows #slots #kv_heads"] | None,
-) -> Float[Array, "batch kv_len kv_heads dim"]:
-    """Keys or values of every sequence, in the dtype of the spec; NaN in the slots of a page outside the pool."""
-    every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec))
-    pages, outside = pages_in_pool(spec, layout)
-    if pages is not None:
-        x, every = _gathered_pages(x, pages), None if every is None else _gathered_pages(every, pages)
-    x = _multiplied(spec, x, every)
-    return x if outside is None else jnp.where(outside[..., None, None], jnp.nan, x)
-
-
 def block_reader(
     spec: AttentionSpec,
     layout: Layout,
@@ -173,7 +166,7 @@ def block_reader(
     """``read(tile, start, width)``: some slots of ``heads`` KV heads of one sequence, in the dtype of the spec.
 
     Tile ``i`` holds the heads from ``i * heads`` of the sequences' heads in a row. The slots of a page outside the pool
-    are NaN, as in :func:`of_sequences`. Slots behind the last are the last.
+    are NaN. Slots behind the last are the last.
     """
     every = None if scales is None else jnp.broadcast_to(jnp.asarray(scales), key_rows(spec)).reshape(-1, x.shape[2])
     # Numbers that XLA's CPU compiler would widen as a whole to read some of them are read as integers of their bits.
@@ -213,9 +206,3 @@ def pages_in_pool(
     table = jnp.asarray(layout.page_table)
     pages = jnp.clip(table, 0, spec.num_pages - 1)
     return pages, jnp.repeat(pages != table, spec.page_size, axis=1)
-
-
-def _gathered_pages(
-    x: Num[Array, "num_pages page_size *rest"], pages: Int[Array, "batch pages_per_sequence"]
-) -> Num[Array, "batch kv_len *rest"]:
-    return jnp.asarray(x)[pages].reshape(pages.shape[0], -1, *x.shape[2:])

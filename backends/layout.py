@@ -239,8 +239,8 @@ def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
     return (rows, spec.num_kv_heads, slots) if spec.kv_layout == "HND" else (rows, slots, spec.num_kv_heads)
 
 
-def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
-    """The names of the given terms. Raises ValueError unless they are those that ``spec`` announces (None: none)."""
+def check_terms(spec: AttentionSpec | None, terms: Terms) -> None:
+    """Raise ValueError unless the given terms are those that ``spec`` announces (None: none)."""
     if not isinstance(terms, Terms):
         raise TypeError(f"terms={terms!r} is no Terms; give Terms(bias=...), with the name of each operand.")
     announced = frozenset() if spec is None else spec.announced_terms
@@ -264,11 +264,10 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> tuple[str, ...]:
         if spec is not None and present and scale:
             check_array(name, getattr(terms, name), key_rows(spec), "float32", broadcasts=True)
     if spec is None:
-        return ()
+        return
     for operand in spec.learned:
         x, shape = getattr(terms, operand.name), shape_of(spec, operand.axes)
         check_array(operand.name, x, shape, "a floating dtype", broadcasts=operand.broadcasts)
-    return terms.given()
 
 
 _QUANTISED = " or ".join(KV_DTYPES)

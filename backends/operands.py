@@ -110,9 +110,9 @@ class Terms:
     key_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
     value_scales: Float[EitherArray, "#rows #slots #kv_heads"] | None = None
 
-    def given(self) -> tuple[str, ...]:
-        """The names of the terms that are not None."""
-        return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None)
+    def given(self) -> dict[str, EitherArray]:
+        """The terms that are not None, by name."""
+        return {field.name: x for field in dataclasses.fields(self) if (x := getattr(self, field.name)) is not None}
 
 
 NO_TERMS = Terms()

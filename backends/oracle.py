@@ -81,7 +81,7 @@ def gradients(
     if spec.kv_layout == "HND":
         k, v = np.swapaxes(k, 1, 2), np.swapaxes(v, 1, 2)
     found = {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
-    found |= {f"d{name}": np.zeros(getattr(terms, name).shape) for name in terms.given()}
+    found |= {f"d{name}": np.zeros(x.shape) for name, x in terms.given().items()}
     for b, group, head, rows in _blocks(spec):
         q_block, g_block = q[b, rows, group], np.swapaxes(g[b, rows, group], 0, 1)
         probs, slope, lse = _probabilities(spec, layout, terms, b, group, rows, q_block, k[b, :, head])
@@ -97,7 +97,8 @@ def gradients(
         if terms.alibi is not None:
             found["dalibi"][group] -= (d_logits * np.abs(_behind(spec, layout, b, rows))).sum((1, 2))
         if terms.bias is not None:
-            _add_broadcast(found["dbias"], d_logits, b, group, rows)
+            axes = tuple(axis for axis, size in enumerate(found["dbias"].shape[1:]) if size == 1)
+            found["dbias"][_place(found["dbias"], b, group, rows)] += d_logits.sum(axes, keepdims=True)
         if slope is not None:
             d_logits *= slope
         d_logits *= _scale(spec)
@@ -311,10 +312,14 @@ def _row(array: Any, b: int, default: np.ndarray) -> np.ndarray:
 
 def _select(array: Any, b: int, group: slice, rows: slice) -> np.ndarray:
     """The block of an array that broadcasts to [batch, heads, query, key]."""
-    full = np.asarray(array)
-    full = full[b if full.shape[0] > 1 else 0]
-    full = full[group] if full.shape[0] > 1 else full
-    return full[:, rows] if full.shape[1] > 1 else full
+    return np.asarray(array)[_place(array, b, group, rows)]
+
+
+def _place(array: Any, b: int, group: slice, rows: slice) -> tuple[int | slice, ...]:
+    """Where the block lies in such an array."""
+    batch, heads, length, _ = array.shape
+    every = slice(None)
+    return b if batch > 1 else 0, group if heads > 1 else every, rows if length > 1 else every
 
 
 def _probabilities(
@@ -376,22 +381,6 @@ def _modified(
     with jax.enable_x64(new_val=True):
         made = derived(function, jnp.asarray(logits), *map(jnp.asarray, at))
     return _float64(made[0]), _float64(made[1])
-
-
-def _add_broadcast(
-    total: Float64[np.ndarray, "#b #n #q #s"],
-    block: Float64[np.ndarray, "g t s"],
-    b: int,
-    group: slice,
-    rows: slice,
-) -> None:
-    """Add the block of an array [batch, heads, query, key] to ``total``, summed over the axes that it broadcasts."""
-    _, heads, length, keys = total.shape
-    axes = tuple(axis for axis, size in enumerate((heads, length, keys)) if size == 1 and block.shape[axis] > 1)
-    part = block.sum(axes, keepdims=True)
-    total[b if total.shape[0] > 1 else 0, group if heads > 1 else slice(None), rows if length > 1 else slice(None)] += (
-        part
-    )
 
 
 def _sum_over_rows(

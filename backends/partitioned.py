@@ -59,7 +59,6 @@ def by_shares(compute: Compute, spec: AttentionSpec, operands: Sequence[Any], di
     @batched.def_vmap
     def _(size: int, mapped: Any, *operands: Any) -> Any:
         """A batch of problems is left to the kernels' own rule."""
-        del size
         axes = jax.tree.map(lambda one: 0 if one else None, list(mapped))
         found = jax.vmap(whole, in_axes=axes)(*operands)
         return found, jax.tree.map(lambda _: True, found)

@@ -147,9 +147,7 @@ def _lacks(backend: Any) -> str:
     if isinstance(backend, type):
         return f"to be an instance: {backend.__name__}(...)"
     lacking = [name for name in ("name", "exact") if not hasattr(backend, name)]
-    lacking += [f"{name}(...)" for name in ("plan",) if not callable(getattr(backend, name, None))]
-    if not any(callable(getattr(backend, name, None)) for name in ("takes", "supports")):
-        lacking.append("takes(...)")
+    lacking += [f"{name}(...)" for name in ("plan", "takes") if not callable(getattr(backend, name, None))]
     if not lacking and type(backend).__hash__ is None:
         lacking.append("to be hashable, since models pass it as a static argument of jax.jit")
     return ", ".join(lacking)

@@ -95,14 +95,21 @@ class Resolution:
         options = dict(self.options) if options is None else options
         return self.mode, options if self.tuned is None else {"tuned": self.tuned} | dict(options or {})
 
-    def plan(self, layout: Layout = Layout(), options: Options = None) -> Plan:  # noqa: B008
+    def plan(
+        self,
+        layout: Layout = Layout(),  # noqa: B008 (a frozen value)
+        options: Options = None,
+        *,
+        isolate: bool = False,
+    ) -> Plan:
         """Plan one forward pass with the resolved backend.
 
-        Raises the errors of :func:`attnsuite.backends.plan`: ValueError where ``layout`` and the spec disagree, or for
-        options.
+        ``isolate`` and the errors are those of :func:`attnsuite.backends.plan`: ValueError where ``layout`` and the
+        spec disagree, or for options.
         """
         mode, options = self.mode_and(options)
-        return plan_accepted(self.backend, self.spec, layout, target=self.target, mode=mode, options=options)
+        how: dict[str, Any] = {"target": self.target, "mode": mode, "options": options}
+        return plan_accepted(self.backend, self.spec, layout, **how, isolate=isolate)
 
 
 def resolve(
@@ -132,16 +139,18 @@ def resolve(
     options = as_options(options)
     _check(request, mode, on_unavailable, policy)
     rejections: list[Rejection] = []
-    valid, followed = None, Decision(None, "")
+    valid, followed, given = None, Decision(None, ""), tuple(options.items())
     if request == "auto":
         valid, followed = _decision(policy, spec, target)
         if followed.backend is not None:
-            return _taken(followed.backend, spec, target, (), followed.sentence, valid, options)
+            backend = registry.get(followed.backend)
+            found = Resolution("auto", backend, "native", spec, target, (), followed.sentence, options=given)
+            return _with_tuned(found, valid)
     else:
         backend = registry.get(request)
         found = support(backend, spec, target, mode, options)
         if found:
-            return Resolution(request, backend, mode, spec, target, options=tuple(options.items()))
+            return Resolution(request, backend, mode, spec, target, options=given)
         rejections.append(Rejection(request, found.reasons))
         if on_unavailable == "raise":
             raise BackendUnavailableError(f"{request} cannot run this on {target}: {' '.join(found.reasons)}")
@@ -156,7 +165,8 @@ def resolve(
             continue
         if request == "auto":
             sentence = followed.sentence or ("" if target.platform == "cpu" else _NOT_MEASURED)
-            return _taken(name, spec, target, tuple(rejections), sentence, valid, options)
+            taken = Resolution("auto", backend, "native", spec, target, tuple(rejections), sentence, options=given)
+            return _with_tuned(taken, valid)
         resolution = Resolution(request, backend, "fallback", spec, target, tuple(rejections))
         in_mode, instead = ("", "") if mode == "native" else (f" in mode {mode!r}", " natively")
         warnings.warn(
@@ -201,24 +211,14 @@ def _decision(policy: AnyPolicy | None, spec: AttentionSpec, target: Target) -> 
     return valid, found
 
 
-def _taken(
-    name: str,
-    spec: AttentionSpec,
-    target: Target,
-    rejections: tuple[Rejection, ...],
-    sentence: str,
-    policy: Policy | None,
-    options: dict[str, Any],
-) -> Resolution:
-    """What ``auto`` takes: with the policy's options, if they were measured with arrays of the same kinds."""
-    taken = Resolution(
-        "auto", registry.get(name), "native", spec, target, rejections, sentence, options=tuple(options.items())
-    )
-    found = () if policy is None else tuned(policy, name, target, spec)
+def _with_tuned(taken: Resolution, policy: Policy | None) -> Resolution:
+    """What ``auto`` takes, with the policy's options if they were measured with arrays of the same kinds."""
+    name, spec = taken.backend.name, taken.spec
+    found = () if policy is None else tuned(policy, name, taken.target, spec)
     if not found or any((e.spec.has_mask, e.spec.has_bias) != (spec.has_mask, spec.has_bias) for e in found):
         return taken
     cases = " and ".join(f"{each.choice.case} of {each.source.name}" for each in found)
-    sentence = f"{sentence} The options of {name} are those of case {cases}.".lstrip()
+    sentence = f"{taken.policy} The options of {name} are those of case {cases}.".lstrip()
     return dataclasses.replace(taken, policy=sentence, tuned=policy)
 
 

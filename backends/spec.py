@@ -68,16 +68,12 @@ class AttentionSpec(Announced):
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _in_one_form(field.name, getattr(self, field.name)))
-        for name in (
-            "batch",
-            "query_length",
-            "key_value_length",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "value_head_dim",
-        ):
-            _require_positive_int(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" or field.name == "value_head_dim":
+                _require_positive_int(field.name, value)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} must be True or False.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}; "
@@ -99,9 +95,6 @@ class AttentionSpec(Announced):
             if value is not None and not (is_real and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
         _check_keys_and_values(self)
-        for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
-                raise ValueError(f"{field.name}={getattr(self, field.name)!r} must be True or False.")
 
     def features(self) -> frozenset[Feature]:
         """The features that the spec asks for beyond plain attention, by the names that a backend declares."""

@@ -2,10 +2,8 @@
 
 The kernel is ``jax.experimental.pallas.ops.tpu.splash_attention``: FlashAttention-2's recurrence (arXiv 2307.08691)
 over a static block mask, so that blocks with nothing visible cost nothing. It runs natively on TPUs, in Pallas'
-interpreter anywhere, and compiles for absent TPUs. ``splash_operands.py`` adds what the kernel leaves to its caller:
-batch, scale, lengths that are no multiple of a block, key lengths and padding (as segment ids), one query token (any
-mask of one row is a segmentation of the keys), and zero output for rows that see nothing. The kernel has attention
-sinks of its own.
+interpreter anywhere, and compiles for absent TPUs. ``splash_operands.py`` adds what the kernel leaves to its caller.
+The kernel has attention sinks of its own.
 
 Making a kernel sorts its mask into blocks. Sorting reads every block, which takes seconds at long lengths. It needs
 concrete numbers, although plans are made while a model is traced. Therefore the tables are NumPy arrays: they belong to

@@ -1,7 +1,8 @@
 """What a splash kernel leaves to its caller, for JAX's splash and tokamax's alike.
 
-Lengths are padded to whole blocks. The part of the mask that depends on data becomes segment ids. The heads of one
-query token become rows. A row that sees nothing gets an attention sink of its own, so that its output is zero. What of
+The query is scaled, and lengths are padded to whole blocks. The part of the mask that depends on data becomes segment
+ids: key lengths, padding, and all of it for one query token (any mask of one row is a segmentation of the keys), whose
+heads become rows. A row that sees nothing gets an attention sink of its own, so that its output is zero. What of
 the mask follows from slots alone is a :class:`Masking`, which both kernels sort into blocks. No kernel is imported
 here: JAX or tokamax may drop theirs.
 """

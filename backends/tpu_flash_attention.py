@@ -66,9 +66,7 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
             query, key = (jnp.where(alone, jax.lax.stop_gradient(x), x) for x in (query, key))
         bias, seen = None, jnp.ones((), bool) if rows is None else rows[:, :, None, None]
         if terms.bias is not None:  # which may hide keys too, and is quadratic itself
-            largest = _largest(mask, terms.bias)
-            bias = _bias(spec, lengths, terms.bias, largest)
-            seen = ~jnp.isneginf(largest).swapaxes(1, 2)
+            bias, seen = _bias(spec, lengths, mask, terms.bias)
         key, value = (jnp.repeat(x, spec.group_size, axis=2) for x in (key, value))
         q, k, v = (
             padded(x.swapaxes(1, 2), length, 2)
@@ -80,30 +78,25 @@ def _plan(spec: AttentionSpec, layout: Layout, target: Target, mode: Mode, optio
     return Plan.stateless(attend, gradient=spec.needs_grad, key_blocks=(sizes.block_k,))
 
 
-def _largest(
-    mask: Bool[Array, "#b #n t s"] | None, bias: Float[EitherArray, "#b #n #t #s"]
-) -> Float[Array, "#b #n #t 1"]:
-    """The largest bias that a row sees, minus infinity where it sees nothing."""
-    seen = jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
-    return (seen if mask is None else jnp.where(mask, seen, -jnp.inf)).max(-1, keepdims=True)
-
-
 def _bias(
     spec: AttentionSpec,
     lengths: tuple[int, int],
+    mask: Bool[Array, "#b #n t s"] | None,
     bias: Float[EitherArray, "#b #n #t #s"],
-    largest: Float[Array, "#b #n #t 1"],
-) -> Float[Array, "b n padded_t padded_s"]:
-    """What the kernel adds to scores that it scales afterwards.
+) -> tuple[Float[Array, "b n padded_t padded_s"], Bool[Array, "#b #t #n 1"]]:
+    """What the kernel adds to scores that it scales afterwards, and the rows that see a key.
 
-    Each row is less its largest, which changes no softmax: the kernel's gradient computes the exponentials again, and
-    rounds another way. Of logits near -1e9 they would be off by any factor.
+    Each row is less the largest bias that it sees, which changes no softmax: the kernel's gradient computes the
+    exponentials again, and rounds another way. Of logits near -1e9 they would be off by any factor.
     """
+    wide = jnp.asarray(bias, jnp.float32)
+    seen = jax.lax.stop_gradient(wide)
+    largest = (seen if mask is None else jnp.where(mask, seen, -jnp.inf)).max(-1, keepdims=True)
     blind = jnp.isneginf(largest)
-    bias = jnp.where(blind, 0, jnp.asarray(bias, jnp.float32) - jnp.where(blind, 0, largest))
-    bias = jnp.maximum(bias / spec.softmax_scale, _LOWEST)
+    wide = jnp.where(blind, 0, wide - jnp.where(blind, 0, largest))
+    wide = jnp.maximum(wide / spec.softmax_scale, _LOWEST)
     shape = spec.batch, spec.num_heads, spec.query_length, spec.key_value_length
-    return padded(padded(jnp.broadcast_to(bias, shape), lengths[0], 2), lengths[1], 3)
+    return padded(padded(jnp.broadcast_to(wide, shape), lengths[0], 2), lengths[1], 3), ~blind.swapaxes(1, 2)
 
 
 def _block_sizes(rows: int, keys: int) -> Any:

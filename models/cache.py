@@ -205,17 +205,15 @@ class KVCache:
 
     def released(self, rows: Any) -> KVCache:
         """The cache without the tokens of the sequences ``rows``, whose pages are free again. Raises ValueError."""
-        lengths = self.lengths.copy()
-        try:
-            lengths[rows] = 0
-        except IndexError as error:
+        given, every = np.asarray(rows), np.arange(self.batch)
+        is_mask = given.dtype == bool and given.shape == every.shape
+        if given.size and not is_mask and not (given.dtype.kind in "iu" and np.isin(given, every).all()):
             raise ValueError(
                 f"rows={rows!r} must hold integers from 0 to {self.batch - 1}, the sequences of the cache."
-            ) from error
-        table = None if self.page_table is None else self.page_table.copy()
-        if table is not None:
-            table[rows] = -1
-        return dataclasses.replace(self, lengths=lengths, page_table=table)
+            )
+        released = given if is_mask else np.isin(every, given)
+        table = None if self.page_table is None else np.where(released[:, None], np.int32(-1), self.page_table)
+        return dataclasses.replace(self, lengths=np.where(released, np.int32(0), self.lengths), page_table=table)
 
 
 def slot_shapes(

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from attnsuite.backends import names
 
-from .checks import require_positive_int, require_positive_real
+from .checks import LARGEST_SIZE, require_positive_int, require_positive_real
 from .other_names import our_name
 from .presets import PRESETS as PRESETS
 from .rope_scaling import AnyScaling, DynamicScaling, YarnScaling
@@ -26,8 +26,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS = 10_000  # a layer costs Python objects, so that a number without bound would take all memory
 MOST_EXPERTS = 10_000  # an expert of a published checkpoint is a tensor, and a tensor a Python object
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_SWITCHES = ("tie_embeddings", "use_rope", "use_rmsnorm", "use_swiglu", "qkv_bias", "output_bias", "qk_norm",
-             "attention_sinks", "norm_plus_one", "scale_embeddings", "normalise_experts", "expert_bias")  # fmt: skip
 _WITH_LATENT = (
     ("use_rope", True),
     ("use_rmsnorm", True),
@@ -43,12 +41,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": get_args(Activation),
     "qk_norm_over": ("head", "projection", "rotated"),
 }
-_OPTIONAL_NUMBERS = dict.fromkeys(
-    ("window_size", "chunk_size", "q_lora_rank", *_LATENT_SIZES, "floor_scale", "experts_per_token"),
-    require_positive_int,
-) | dict.fromkeys(
-    ("logits_soft_cap", "final_soft_cap", "attention_scale", "sliding_rope_theta", "attn_scale"), require_positive_real
-)
+_MOST = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}
 
 
 class LatentSizes(NamedTuple):
@@ -154,20 +147,10 @@ class ModelConfig:
         require_positive_int("hidden_size", self.hidden_size)
         if self.intermediate_size is None:
             object.__setattr__(self, "intermediate_size", max(self.hidden_size * 43 // 16, 1))
-        for name in ("vocab_size", "intermediate_size", "num_heads", "num_kv_heads"):
-            require_positive_int(name, getattr(self, name))
-        require_positive_int("num_layers", self.num_layers, MOST_LAYERS)
-        require_positive_int("max_length", self.max_length)
+        for field in dataclasses.fields(self):
+            _check_by_type(field.name, str(field.type), getattr(self, field.name))
         self._check_heads()
-        for name in ("rope_theta", "norm_eps"):
-            require_positive_real(name, getattr(self, name))
-        for name, check in _OPTIONAL_NUMBERS.items():
-            if getattr(self, name) is not None:
-                check(name, getattr(self, name))
         self._check_scaling()
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")  # noqa: TRY004  (as above)
         if self.qk_norm and not self.use_rmsnorm:
             raise ValueError("qk_norm=True is an RMSNorm; it needs use_rmsnorm=True.")
         for name, accepted in _CHOICES.items():
@@ -197,7 +180,6 @@ class ModelConfig:
             if self.experts_per_token is not None or self.expert_bias:
                 raise ValueError("experts_per_token and expert_bias need num_experts; it is None.")
             return
-        require_positive_int("num_experts", self.num_experts, MOST_EXPERTS)
         require_positive_int("experts_per_token", self.experts_per_token)
         if self.chosen_experts > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is above num_experts={self.num_experts}.")
@@ -217,7 +199,6 @@ class ModelConfig:
                     "choose one that is, or give head_dim."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        require_positive_int("head_dim", self.head_dim)
         if self.use_rope and self.dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd; RoPE rotates pairs: use an even one, or use_rope=False."
@@ -329,6 +310,19 @@ class ModelConfig:
         if len(self.attention_types) == 1:
             overrides.setdefault("attention", self.attention_types[0])
         return dataclasses.replace(self, **overrides)
+
+
+def _check_by_type(name: str, kind: str, value: Any) -> None:
+    """Raise ValueError for a number or a switch that is none. A field ``| None`` may be None, and no other."""
+    if value is None and kind.endswith("| None"):
+        return
+    match kind.removesuffix(" | None"):
+        case "int":
+            require_positive_int(name, value, _MOST.get(name, LARGEST_SIZE))
+        case "float":
+            require_positive_real(name, value)
+        case "bool" if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False.")  # a wrong type is a wrong value
 
 
 def _check_names(overrides: Mapping[str, Any]) -> None:

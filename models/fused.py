@@ -68,12 +68,8 @@ def pieces_of(model_type: str, config: ModelConfig) -> dict[str, Piece]:
 
 
 def _phi3(config: ModelConfig, layer: str) -> Iterator[tuple[str, Piece]]:
-    d, f, q, kv = (
-        config.hidden_size,
-        config.inner_size,
-        config.num_heads * config.dim,
-        config.kv_heads * config.dim,
-    )
+    d, f = config.hidden_size, config.inner_size
+    q, kv = config.num_heads * config.dim, config.kv_heads * config.dim
     for fused, parts in (
         (_ATTENTION + "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
         (_MLP + "gate_up_proj", {"gate_proj": f, "up_proj": f}),

@@ -112,12 +112,10 @@ class Fields(msgspec.Struct, kw_only=True):
 
 
 # The keys about windows that a type has; the others are refused. Llama's layer_types name no window.
-_NO_WINDOW, _ALIKE, _NAMED, _UNUSED = (
-    ("layer_types", "max_window_layers"),
-    ("sliding_window",),
-    ("sliding_window", "layer_types"),
-    ("sliding_window", "layer_types", "max_window_layers"),
-)
+_NO_WINDOW = ("layer_types", "max_window_layers")
+_ALIKE = ("sliding_window",)
+_NAMED = ("sliding_window", "layer_types")
+_UNUSED = ("sliding_window", "layer_types", "max_window_layers")
 _CHOSEN = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
 WINDOW_REASONS = {
     _ALIKE: "all of its layers are alike",

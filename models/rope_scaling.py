@@ -40,7 +40,6 @@ class RopeScaling:
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies ``[head_dim / 2]`` after stretching; ``theta`` is RoPE's base."""
-        del theta
         wavelengths = 2 * math.pi / frequencies
         keep = (self.original_max_length / wavelengths - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
@@ -61,7 +60,6 @@ class LinearScaling:
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies ``[head_dim / 2]`` after stretching; ``theta`` is RoPE's base."""
-        del theta
         return frequencies / self.factor
 
 
@@ -84,7 +82,6 @@ class DynamicScaling:
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies of a document that is not longer than ``original_max_length``: unchanged."""
-        del theta
         return frequencies
 
 

@@ -2,10 +2,9 @@
 
 A checkpoint is one file, or the shards that an index lists, in safetensors or in PyTorch's form (``torch_file.py``).
 Files are opened anew for every tensor, because the pages read from a mapped file count as memory of the process until
-the file is closed. The writer
-streams; the library's own needs all tensors of a file at once, 16 GB for a checkpoint of 16 GB. The format is a length,
-a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format"). The library reads and checks
-the files written here.
+the file is closed. The writer streams; the library's own needs all tensors of a file at once, 16 GB for a checkpoint of
+16 GB. The format is a length, a header in JSON, and the tensors' bytes (github.com/huggingface/safetensors, "Format").
+The library reads and checks the files written here.
 """
 
 from __future__ import annotations

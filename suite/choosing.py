@@ -29,9 +29,7 @@ from .tuned import choice, figures
 from .user_function import is_reference
 
 # Packages of a run's environment that no backend computes with.
-_UNRELATED = frozenset(
-    {"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers", "tokamax"}
-)
+_UNRELATED = frozenset({"python", "flax", "numpy", "scipy", "optax", "orbax-checkpoint", "torch", "transformers"})
 _DEVICE, _CORES = "the device", "the number of cores"
 POLICY = "policy.json"  # the name of the file
 

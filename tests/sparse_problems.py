@@ -10,6 +10,7 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Layout, Target, plan
 from attnsuite.backends.kascade import KASCADE, Selection, Settings, TileLayout, Tiling, reference
+from attnsuite.backends.kascade.selection import select
 from attnsuite.backends.standard import STANDARD
 from attnsuite.testing import problems
 
@@ -53,8 +54,8 @@ class Sparse:
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self.query, self.key, self.value
 
-    def selection(self) -> Selection:
-        return _select(self.spec, self.tiling, self.layout, self.query, self.key)
+    def selection(self, ablation: str | None = None) -> Selection:
+        return _select(self.spec, self.tiling, self.layout, self.query, self.key, ablation)
 
     def expected(self, selection: Selection) -> np.ndarray:
         return np.asarray(_attend(self.spec, self.tiling, self.layout, *self.inputs, selection))
@@ -75,9 +76,10 @@ class Sparse:
 # Compiled once for all tests that compute the same: an eager call would compile its loops anew each time.
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _select(spec, tiling, layout, query, key):
-    return reference.select(spec, layout, tiling, query, key)
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))
+def _select(spec, tiling, layout, query, key, ablation):
+    mass = reference.pooled_mass(spec, layout, tiling, query, key)
+    return select(tiling, TileLayout.of(spec, layout, tiling), mass, ablation)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -128,10 +128,8 @@ class PallasKernels(Kernels):
         (out, log_sums), d_outs = residuals, tiled(d_out, *self._tiles)
         scalars = jnp.stack([log_sums, (out * d_outs.astype(jnp.float32)).sum(-1)], axis=-1)
         rows, keys, values = Rows(tiled(query, *self._tiles), d_outs, scalars), self.heads(key), self.heads(value)
-        listed, flat = (
-            listed.reshape(self.spec.batch * self.spec.num_kv_heads, -1, listed.shape[-1]),
-            self._flat_layout(layout),
-        )
+        listed = listed.reshape(self.spec.batch * self.spec.num_kv_heads, -1, listed.shape[-1])
+        flat = self._flat_layout(layout)
         found = []
         for by in ("query", "key"):
             visits = Visits.of(listed, self.tiling.units, by)

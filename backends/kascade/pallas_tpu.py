@@ -171,20 +171,9 @@ def _call(kernels: TpuKernels, slots: int, out_shape: list[jax.ShapeDtypeStruct]
     )
 
 
-def _attend(
-    start_ref: Any,
-    tiles_ref: Any,
-    counts_ref: Any,
-    firsts_ref: Any,
-    lengths_ref: Any,
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    *refs: Any,
-    kernels: TpuKernels,
-    slots: int,
-) -> None:
+def _attend(*operands: Any, kernels: TpuKernels, slots: int) -> None:
     """One block of queries against one block of keys: the running maximum, sum and output of every row."""
+    start_ref, tiles_ref, counts_ref, firsts_ref, lengths_ref, query_ref, key_ref, value_ref, *refs = operands
     n_ids = 2 * kernels.spec.has_segment_ids
     id_refs, (out_ref, *log_sum_refs, max_ref, sum_ref, acc_ref) = refs[:n_ids], refs[n_ids:]
     blocks, step, slot = kernels.blocks, pl.program_id(0), pl.program_id(1)
@@ -337,23 +326,10 @@ def _gradient_call(
     )
 
 
-def _gradient(
-    head_ref: Any,
-    codes_ref: Any,
-    count_ref: Any,
-    firsts_ref: Any,
-    lengths_ref: Any,
-    query_ref: Any,
-    d_out_ref: Any,
-    scalars_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    *refs: Any,
-    kernels: TpuKernels,
-    by: Literal["query", "key"],
-    others: int,
-) -> None:
+def _gradient(*operands: Any, kernels: TpuKernels, by: Literal["query", "key"], others: int) -> None:
     """One block of queries against one block of keys: what they add to the gradients of the owner."""
+    head_ref, codes_ref, count_ref, firsts_ref, lengths_ref, *rest = operands
+    query_ref, d_out_ref, scalars_ref, key_ref, value_ref, *refs = rest
     n_ids = 2 * kernels.spec.has_segment_ids
     id_refs, gradient_refs, blocks, tiling = refs[:n_ids], refs[n_ids:], kernels.blocks, kernels.tiling
     mine, pair, its = (pl.program_id(axis) for axis in range(3))

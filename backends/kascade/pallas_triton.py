@@ -164,19 +164,9 @@ class _Rows:
         return self.queries.visible(self._place[:, None], slot[None, :], ids)
 
 
-def _attend(
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    tiles_ref: Any,
-    counts_ref: Any,
-    firsts_ref: Any,
-    lengths_ref: Any,
-    *refs: Any,
-    kernels: TritonKernels,
-    slots: int,
-) -> None:
+def _attend(*operands: Any, kernels: TritonKernels, slots: int) -> None:
     """Attention to the ``slots`` of the list from the program's own on."""
+    query_ref, key_ref, value_ref, tiles_ref, counts_ref, firsts_ref, lengths_ref, *refs = operands
     n_ids, (part, tile, split) = 2 * kernels.spec.has_segment_ids, map(pl.program_id, range(3))
     id_refs, (out_ref, *log_sum_refs) = refs[:n_ids], refs[n_ids:]
     blocks, rows = kernels.blocks, _Rows(kernels, part, tile, firsts_ref, lengths_ref, id_refs)
@@ -202,23 +192,10 @@ def _attend(
         log_sum_ref[...] = highest + jnp.log(total)
 
 
-def _gradient(
-    query_ref: Any,
-    d_out_ref: Any,
-    scalars_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    codes_ref: Any,
-    starts_ref: Any,
-    firsts_ref: Any,
-    lengths_ref: Any,
-    *refs: Any,
-    kernels: TritonKernels,
-    by: Literal["query", "key"],
-    owners: int,
-    others: int,
-) -> None:
+def _gradient(*operands: Any, kernels: TritonKernels, by: Literal["query", "key"], owners: int, others: int) -> None:
     """The gradients of some rows, or of some keys and values: a loop over what their tile meets."""
+    query_ref, d_out_ref, scalars_ref, key_ref, value_ref, *rest = operands
+    codes_ref, starts_ref, firsts_ref, lengths_ref, *refs = rest
     n_ids = 2 * kernels.spec.has_segment_ids
     id_refs, gradient_refs, blocks = refs[:n_ids], refs[n_ids:], kernels.blocks
     # Read once: inside a loop an interpreter does not know them.

@@ -15,8 +15,7 @@ from ..contract import AttentionSpec, Layout, may_attend
 from ..devices import Target
 from ..support import plan
 from .selection import Selection, TileLayout, with_local
-from .selection import select as select_by
-from .settings import Ablation, Tiling
+from .settings import Tiling
 
 
 def probabilities(
@@ -58,19 +57,6 @@ def pooled_mass(
     probs = probabilities(spec, layout, query, key)
     b, _, t, s = probs.shape
     return pooled(tiling, probs.reshape(b, key.shape[2], -1, t, s).sum(2))
-
-
-def select(
-    spec: AttentionSpec,
-    layout: Layout,
-    tiling: Tiling,
-    query: Float[Array, "batch q_len heads head_dim"],
-    key: Float[Array, "batch kv_len kv_heads head_dim"],
-    ablation: Ablation | None = None,
-) -> Selection:
-    """The selection of an anchor layer."""
-    mass = pooled_mass(spec, layout, tiling, query, key)
-    return select_by(tiling, TileLayout.of(spec, layout, tiling), mass, ablation)
 
 
 def attended(

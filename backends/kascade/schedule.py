@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -277,19 +277,15 @@ def _from_anchors(
     similarity: Similarity,
     method: str,
 ) -> Schedule:
-    identity = tuple(range(kv_heads))
     layers = []
     for b in range(num_layers):
-        a = max(x for x in anchors if x <= b)
-        if a == b:
-            layers.append(LayerRole("anchor" if b else "dense", b, identity))
-        elif calibration is None:
-            layers.append(LayerRole("reuse", a, identity))
-        else:
-            between = _by_heads(calibration, similarity)[a, b]
+        role = _role(range(kv_heads), b, anchors)
+        if role.role == "reuse" and calibration is not None:
+            between = _by_heads(calibration, similarity)[role.anchor, b]
             # A tie goes to the head of the same number; where attention is flat, all heads are equal.
             head_map = tuple(int(h) for h in (between + 1e-6 * np.eye(kv_heads)).argmax(axis=0))
-            layers.append(LayerRole("reuse", a, head_map, float(between.max(axis=0).mean())))
+            role = LayerRole("reuse", role.anchor, head_map, float(between.max(axis=0).mean()))
+        layers.append(role)
     return Schedule(tuple(layers), method)
 
 
@@ -330,7 +326,8 @@ def published_schedule(path: str | Path) -> Schedule:
     return Schedule(tuple(_role(maps[layer].tolist(), layer, anchors) for layer in range(layers)), "published")
 
 
-def _role(head_map: list[int], layer: int, anchors: tuple[int, ...]) -> LayerRole:
+def _role(head_map: Iterable[int], layer: int, anchors: tuple[int, ...]) -> LayerRole:
+    """The role of a layer under these anchors, with a head map."""
     anchor = max(each for each in anchors if each <= layer)
     role = "reuse" if anchor < layer else "anchor" if layer else "dense"
     return LayerRole(role, anchor, tuple(head_map))

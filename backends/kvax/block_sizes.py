@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..contract import is_whole
 from ..devices import Target
 from ..spec import AttentionSpec
 
@@ -90,7 +91,7 @@ def choose(spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> P
     replaced: dict[str, dict[str, int]] = {"": {}, "backward_": {}}
     for option in OPTIONS.keys() & options.keys():
         name, value = option.removeprefix("backward_"), options[option]
-        if isinstance(value, bool) or value not in _PARAMETERS[name][2]:
+        if not is_whole(value) or value not in _PARAMETERS[name][2]:
             raise ValueError(f"kvax: {option}={value!r} is not accepted; {option} is {OPTIONS[option]}.")
         replaced["backward_" if option.startswith("backward_") else ""][name] = value
     return Passes(

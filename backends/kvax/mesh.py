@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..contract import Plan
-from ..derivatives import NO_GRADIENT
 from ..layout import Layout
 from ..operands import Terms
 from ..sharding import MeshAxes
@@ -74,18 +73,11 @@ class OnMesh:
 
     def prepare(self, kvax: Upstream, spec: AttentionSpec, blocks: Passes, layout: KvaxLayout) -> Any:
         """As :meth:`OneDevice.prepare`, with the masks divided over the mesh and the queries in Kvax's order."""
-        forward, backward = (
-            kvax.parameters(**dataclasses.asdict(sizes)) for sizes in (blocks.forward, blocks.backward)
-        )
         with self._specs(kvax):
             arrays = self._deal(kvax, layout.query_positions, layout.query_segment_ids)
             layout = dataclasses.replace(layout, query_positions=arrays[0], query_segment_ids=arrays[1])
             masks = kvax.create_attention_mask(
-                *_tokens(layout),
-                fwd_params=forward,
-                bwd_params=backward,
-                calc_bwd_mask=spec.needs_grad,
-                mesh=self.mesh,
+                *_tokens(layout), **_parameters(kvax, blocks), calc_bwd_mask=spec.needs_grad, mesh=self.mesh
             )
         return layout, tuple(
             mask_everything_out_of_order(mask.flatten(), layout, of_keys)
@@ -153,11 +145,15 @@ def _tokens(layout: KvaxLayout) -> tuple[Array, Array, Array, Array]:
     return layout.query_positions, layout.query_segment_ids, layout.key_positions, layout.key_segment_ids
 
 
+def _parameters(kvax: Upstream, blocks: Passes) -> dict[str, Any]:
+    passes = {"fwd_params": blocks.forward, "bwd_params": blocks.backward}
+    return {name: kvax.parameters(**dataclasses.asdict(sizes)) for name, sizes in passes.items()}
+
+
 def _kernel_options(kvax: Upstream, spec: AttentionSpec, blocks: Passes) -> dict[str, Any]:
     return {
         "scale": spec.softmax_scale,
-        "fwd_params": kvax.parameters(**dataclasses.asdict(blocks.forward)),
-        "bwd_params": kvax.parameters(**dataclasses.asdict(blocks.backward)),
+        **_parameters(kvax, blocks),
         # Kvax then counts slots instead of loading positions.
         "assume_sequential_positions": spec.is_causal and not spec.has_positions,
     }
@@ -169,7 +165,7 @@ def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passe
     converted = layouts.convert(spec, layout, *lengths)
     kernel = devices.kernel(kvax, spec, blocks)
     arrays = devices.prepare(kvax, spec, blocks, converted)
-    run = _in_the_dtype_of_its_input(kernel, spec.needs_grad)
+    run = _in_the_dtype_of_its_input(kernel)
 
     def attend(
         query: Float[Array, "b t n h"], key: Float[Array, "b s k h"], value: Float[Array, "b s k v"], terms: Terms
@@ -178,10 +174,11 @@ def plan_with(kvax: Upstream, spec: AttentionSpec, layout: Layout, blocks: Passe
         out = out[:, : spec.query_length]
         return out if converted.seen is None else jnp.where(converted.seen[:, :, None, None], out, jnp.zeros_like(out))
 
-    return Plan.stateless(attend, key_blocks=(blocks.forward.kv_block_size, blocks.backward.kv_block_size))
+    key_blocks = blocks.forward.kv_block_size, blocks.backward.kv_block_size
+    return Plan.stateless(attend, gradient=spec.needs_grad, key_blocks=key_blocks)
 
 
-def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -> Callable[..., Array]:
+def _in_the_dtype_of_its_input(kernel: Callable[..., Array]) -> Callable[..., Array]:
     """``kernel(query, key, value, arrays)`` with gradients in their input's dtype: Kvax's dk, dv are float32."""
 
     @jax.custom_vjp
@@ -189,8 +186,6 @@ def _in_the_dtype_of_its_input(kernel: Callable[..., Array], needs_grad: bool) -
         return kernel(query, key, value, arrays)
 
     def forward(query: Array, key: Array, value: Array, arrays: Any) -> tuple[Array, Any]:
-        if not needs_grad:
-            raise ValueError(NO_GRADIENT)
         return jax.vjp(lambda q, k, v: kernel(q, k, v, arrays), query, key, value)
 
     def backward(pullback: Any, d_out: Array) -> tuple[Any, ...]:

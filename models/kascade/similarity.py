@@ -23,12 +23,19 @@ def pooled_masses(
     spec: AttentionSpec, tiling: Tiling, query: Float[Array, "length heads dim"], key: Float[Array, "length kv_heads d"]
 ) -> Float[Array, "tiles kv_heads units"]:
     """The mass of a layer's attention in every query tile, summed over the keys of a unit and the heads of a group."""
-    rows = tiling.query_tile
+    rows, (length, kv_heads, dim) = tiling.query_tile, key.shape
     query = jnp.pad(query, ((0, tiling.padded_queries - len(query)), (0, 0), (0, 0)))
 
     def one_tile(tile: Array) -> Array:
-        queries = jax.lax.dynamic_slice_in_dim(query, tile * rows, rows)
-        return _tile_mass(spec, tiling, queries, key, tile * rows + jnp.arange(rows, dtype=jnp.int32))
+        positions = tile * rows + jnp.arange(rows, dtype=jnp.int32)
+        grouped = jax.lax.dynamic_slice_in_dim(query, tile * rows, rows).reshape(rows, kv_heads, -1, dim)
+        scores = jnp.einsum("tkgh,skh->kgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
+        seen = may_see(positions, jnp.arange(length, dtype=jnp.int32), jnp.int32(length))
+        probs = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        # Rows beyond the length add nothing.
+        mass = jnp.where((positions < length)[None, None, :, None], probs, 0.0).sum((1, 2))
+        mass = jnp.pad(mass, ((0, 0), (0, tiling.units * tiling.unit - length)))
+        return mass.reshape(kv_heads, tiling.units, tiling.unit).sum(-1)
 
     return jax.lax.map(one_tile, jnp.arange(tiling.query_tiles))
 
@@ -84,17 +91,3 @@ def direction_change(x: Float[Array, "1 length hidden"], attended: Float[Array, 
     after = x + attended
     norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(after, axis=-1)
     return jnp.mean(1.0 - (x * after).sum(-1) / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny))
-
-
-def _tile_mass(
-    spec: AttentionSpec, tiling: Tiling, query: Array, key: Array, positions: Array
-) -> Float[Array, "kv_heads units"]:
-    """Pooled mass of one query tile over all units; rows beyond the length add nothing."""
-    length, kv_heads, dim = key.shape
-    grouped = query.reshape(len(positions), kv_heads, -1, dim)
-    scores = jnp.einsum("tkgh,skh->kgts", grouped, key, preferred_element_type=jnp.float32) * spec.softmax_scale
-    seen = may_see(positions, jnp.arange(length, dtype=jnp.int32), jnp.int32(length))
-    probs = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    mass = jnp.where((positions < length)[None, None, :, None], probs, 0.0).sum((1, 2))
-    mass = jnp.pad(mass, ((0, 0), (0, tiling.units * tiling.unit - length)))
-    return mass.reshape(kv_heads, tiling.units, tiling.unit).sum(-1)

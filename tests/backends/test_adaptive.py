@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import Target, adaptive, adaptive_flash_attention, get_flash_attention_config, names
+from attnsuite.backends import Target, adaptive, adaptive_flash_attention, get_flash_attention_config, names, registry
+from attnsuite.backends.registry import BUILT_IN
 from drawn import draw
 
 
@@ -28,6 +29,12 @@ def test_config_says_whether_kvax_runs_or_why_not() -> None:
 def test_device_type_is_jaxs_name(platform: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive.Target, "here", lambda: Target(platform))
     assert get_flash_attention_config().device_type == expected
+
+
+def test_approximate_backend_is_no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {name: BUILT_IN[name] for name in ("standard", "chunked", "kascade")}
+    monkeypatch.setattr(registry, "DEFAULT", registry.Registry(left))
+    assert not get_flash_attention_config().supported
 
 
 def test_config_reads_as_the_mapping_that_its_users_know() -> None:

@@ -121,6 +121,7 @@ def test_jax_without_the_module_is_a_reason(name: str, monkeypatch: pytest.Monke
     [
         ("kvax", {"query_block_size": 100}, "query_block_size=100 is not accepted"),
         ("kvax", {"num_warps": 3}, "num_warps=3 is not accepted"),
+        ("kvax", {"num_warps": 4.0}, "num_warps=4.0 is not accepted"),
         ("kvax", {"num_stages": 0}, "num_stages=0 is not accepted"),
         ("kvax", {"backward_query_block_size": 512}, "backward_query_block_size=512 is not accepted"),
         ("kvax", {"backward_num_warps": True}, "backward_num_warps=True is not accepted"),

@@ -44,7 +44,10 @@ def test_taken_name_is_refused() -> None:
             registry.register(taken)
 
 
-@pytest.mark.parametrize("thing", [object(), "standard", len])
+OLD = type("Old", (), {"name": "old", "exact": True, "plan": len, "supports": len})()  # an interface before takes
+
+
+@pytest.mark.parametrize("thing", [object(), "standard", len, OLD])
 def test_what_is_no_backend_is_refused(thing: object) -> None:
     with pytest.raises(TypeError, match="is not a backend; it needs "):
         Registry().register(thing)

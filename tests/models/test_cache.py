@@ -306,7 +306,7 @@ def test_pages_are_taken_when_needed_refused_when_gone_and_free_after_a_release(
     assert cache.released([0]).free_pages.tolist() == [0, 1]
     assert cache.released([0]).lengths.tolist() == [0, 3]
     assert cache.released([False, True]).lengths.tolist() == [5, 0]
-    for rows in ([2], [0.0], [True], ["a"]):
+    for rows in ([2], [-1], [0.0], [True], ["a"]):
         with pytest.raises(ValueError, match="must hold integers from 0 to 1, the sequences"):
             cache.released(rows)
     with pytest.raises(ValueError, match="num_pages=3 is about a paged cache"):

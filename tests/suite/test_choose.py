@@ -111,7 +111,11 @@ def test_later_run_replaces_the_same_problem_of_an_earlier_one(write_run):
 
 @pytest.mark.parametrize(
     ("environment", "what"),
-    [({"versions": {"jax": "0.9"}}, "jax 0.9"), ({"cores": usable_cores() + 1}, "the number of cores")],
+    [
+        ({"versions": {"jax": "0.9"}}, "jax 0.9"),
+        ({"versions": ENVIRONMENT["versions"] | {"tokamax": "0.0.17"}}, "tokamax 0.0.17"),
+        ({"cores": usable_cores() + 1}, "the number of cores"),
+    ],
 )
 def test_runs_of_two_machines_are_two_sources_and_one_run_of_both_is_refused(write_run, environment, what):
     run = write_run("a", {op(64): {"standard": 1.0}})

@@ -110,7 +110,7 @@ def test_gradients_have_the_dtype_of_their_input(monkeypatch, dtype):
     case = problem(lengths=(128, 128), dtype=dtype)
     check(case)
 
-    def as_kvax_gives_them(kernel, needs_grad):
+    def as_kvax_gives_them(kernel):
         return kernel
 
     monkeypatch.setattr(mesh, "_in_the_dtype_of_its_input", as_kvax_gives_them)
