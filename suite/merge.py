@@ -82,6 +82,8 @@ def _read(directory: Path) -> Part:
             f"{directory} is not finished ({sentence}); run attnsuite run --resume --out {directory} first."
         )
     part = Part(directory, manifest, records)
+    if not all("name" in case for case in manifest.cases):
+        raise InputError(f"{directory} has a case without a name in {MANIFEST}, which attnsuite run never writes.")
     if strange := {record.case for record in records} - set(part.names):
         raise InputError(f"{directory} has records of {', '.join(sorted(strange))}, which {MANIFEST} does not name.")
     return part

@@ -57,7 +57,7 @@ def winner(record: Record) -> tuple[Trial | None, Interval | None]:
     plausible of those that compile and fit, the first of equals; None where none does.
     """
     tried: tuple[Trial, ...] = record.facts.tried
-    if record.mode == "compile" or not tried:
+    if record.mode == "compile":
         compiled = (trial for trial in tried if trial.error is None)
         return min(compiled, key=functools.partial(_plausibility, record), default=None), None
     default, *others = tried
