@@ -143,15 +143,21 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
     return sizes[low - 1] if low else None
 
 
-class _Process(Restarting):
-    """A process that compiles for ``target``, confined if it loads files of the user; ``dump`` is for schedules."""
+class CompilerProcess(Restarting):
+    """A process that compiles for ``target``, confined if it loads files of the user (``code``).
 
-    def __init__(self, target: Target, request: CompileGrid, code: Sequence[str]) -> None:
-        self._folder = folders.make() if request.schedule else None
+    With ``schedules`` the compiler writes them into ``dump``.
+    """
+
+    def __init__(
+        self, target: Target, memory: int, code: Sequence[str] = (), *, schedules: bool, flags: str = ""
+    ) -> None:
+        self._folder = folders.make() if schedules else None
         self.dump = Path(self._folder.name) if self._folder else None
-        variables = topologies.ENVIRONMENT | (tpu_schedules.variables(self.dump, target.platform) if self.dump else {})
+        variables = topologies.ENVIRONMENT | ({"XLA_FLAGS": flags} if flags else {})
+        variables |= tpu_schedules.variables(self.dump, target.platform) if self.dump else {}
         writable = (self.dump,) if self.dump else ()
-        Restarting.__init__(self, functools.partial(Worker, request.limits.memory, variables, code, writable))
+        Restarting.__init__(self, functools.partial(Worker, memory, variables, code, writable))
 
     def stop(self) -> None:
         """End the process for good, and remove its folder."""
@@ -167,8 +173,8 @@ class _Compiler:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        yours = files_of(request.backends)
-        self._process, self._confined = _Process(target, request, ()), _Process(target, request, yours)
+        start = functools.partial(CompilerProcess, target, request.limits.memory, schedules=request.schedule)
+        self._process, self._confined = start(), start(files_of(request.backends))
         self._records: dict[str, Record] = {}
         source_files = digests(request.backends)
         environment = _environment(target)

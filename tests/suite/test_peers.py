@@ -29,6 +29,7 @@ CASES = [
     OpCase(kind="op_forward", sequence=96, window_size=17),
     OpCase(kind="op_forward", sequence=96, window_size=17, causal=False),
     OpCase(kind="op_forward", sequence=96, documents=3),
+    OpCase(kind="op_forward", sequence=96, mask="causal | prefix(16)", causal=False),
 ]
 PAIRS = [(name, case) for name in PEERS for case in CASES if name in kind_of(case.kind).peers]
 
