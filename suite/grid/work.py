@@ -21,8 +21,8 @@ from ..cell import Case, Cell, Means, Prepared, Process
 from ..errors import CellFailure
 from ..kinds import kind_of
 from ..measure import accelerator, arrays, machine, memory, placement, speed
-from ..measure.fresh import Draw
 from ..measure.profile import profile
+from ..measure.program import Draw
 from ..record import Machine, TensorError
 from ..subprocess_function import register_in_subprocess, subprocess_function_of
 from ..user_function import files_of, is_reference, register_functions

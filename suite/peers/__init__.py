@@ -16,8 +16,7 @@ from pathlib import Path
 from attnsuite.backends.devices import cpu_name
 
 from ..cell import Case
-from ..measure.fresh import Draw
-from ..measure.program import Program
+from ..measure.program import Draw, Program
 from . import mkl
 
 _MASKS = frozenset({"window_size", "documents"})

@@ -157,14 +157,14 @@ SHARED = """
 import jax
 from attnsuite.backends import Target, registry
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
-from attnsuite.suite.measure import fresh
+from attnsuite.suite.measure import program as measured
 
 for kv_layout in ("NHD", "HND"):
     case = OpCase(kind="op_decode", sequence=256, head_dim=16, kv_layout=kv_layout)
     program = op_program(case, registry.get("chunked"), "native", Target.here(), 2)
     chosen = tuple(program.arguments[i] for i in program.renewed)
-    renew = jax.jit(fresh._renew, out_shardings=tuple(x.sharding for x in chosen))
-    drawn = fresh._choices(chosen, fresh.Draw(0))
+    renew = jax.jit(measured._renew, out_shardings=tuple(x.sharding for x in chosen))
+    drawn = measured._choices(chosen, measured.Draw(0))
     for made in (jax.jit(program.function).lower(*program.arguments), renew.lower(chosen, *drawn)):
         text = made.compile().as_text()
         print([name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text])
