@@ -25,7 +25,7 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .cell import Cell, Outcome
-from .compile import slices, topologies, tpu_schedules
+from .compile import schedules, slices, topologies
 from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
 from .compile.programs import model_config
 from .errors import CellFailure, InputError
@@ -154,16 +154,14 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
 class CompilerProcess(Restarting):
     """A process that compiles for ``target``, confined if it loads files of the user (``code``).
 
-    With ``schedules`` the compiler writes them into ``dump``.
+    With ``dumps`` the compiler writes schedules into ``dump``.
     """
 
-    def __init__(
-        self, target: Target, memory: int, code: Sequence[str] = (), *, schedules: bool, flags: str = ""
-    ) -> None:
-        self._folder = folders.make() if schedules else None
+    def __init__(self, target: Target, memory: int, code: Sequence[str] = (), *, dumps: bool, flags: str = "") -> None:
+        self._folder = folders.make() if dumps else None
         self.dump = Path(self._folder.name) if self._folder else None
         variables = topologies.ENVIRONMENT | ({"XLA_FLAGS": flags} if flags else {})
-        variables |= tpu_schedules.variables(self.dump, target.platform) if self.dump else {}
+        variables |= schedules.variables(self.dump, target.platform) if self.dump else {}
         writable = (self.dump,) if self.dump else ()
         Restarting.__init__(self, functools.partial(Worker, memory, variables, code, writable))
 
@@ -181,7 +179,7 @@ class _Compiler:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        start = functools.partial(CompilerProcess, target, request.limits.memory, schedules=request.schedule)
+        start = functools.partial(CompilerProcess, target, request.limits.memory, dumps=request.schedule)
         self._process, self._confined = start(), start(files_of(request.backends))
         self._records: dict[str, Record] = {}
         source_files = digests(request.backends)

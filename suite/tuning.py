@@ -259,7 +259,7 @@ def _compile_each(
 ) -> list[Trial]:
     """The trials of a process for ``target``; a candidate that ends it has another after it."""
     flags, is_tpu = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS))), target.platform == "tpu"
-    process, tried = CompilerProcess(target, limits.memory, schedules=is_tpu, flags="" if is_tpu else flags), []
+    process, tried = CompilerProcess(target, limits.memory, dumps=is_tpu, flags="" if is_tpu else flags), []
     try:
         for options in candidates:
             call = (compile_candidate, case, name, target, options, dict(fixed), process.dump)

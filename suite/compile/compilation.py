@@ -40,7 +40,7 @@ from ..user_function import is_raised_by_user, is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
 from .programs import attention_specs, model_program, op_program, resolutions, role_program
-from .tpu_schedules import scheduled
+from .schedules import scheduled
 
 NO_COMPILER = "there is no compiler for this device here."
 # XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
