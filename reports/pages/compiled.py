@@ -345,10 +345,6 @@ def _per_bundle(count: int, schedule: Schedule) -> float | None:
     return count / schedule.step_bundles if schedule.step_bundles else None
 
 
-def _reasons(numbers: Mapping[str, str]) -> list[str]:
-    return [f"**{number}** {escape(text)}" for text, number in numbers.items()]
-
-
 def _compiled(name: str, header: str) -> Column:
     return Column(name, header, lambda record: scaled(record.memory.get(f"compiled_{name}"), 1 / MIB))
 
@@ -399,7 +395,9 @@ SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (
     kernels,
     section("schedules", "Schedules", "tables", lambda content: _scheduled(content.records), SCHEDULED),
     lambda content: program_table.programs(group(content.calls), targets=True),
-    section("reasons", "Reasons", "items", lambda content: _reasons(content.numbers)),
+    section(
+        "reasons", "Reasons", "items", lambda x: [f"**{number}** {escape(text)}" for text, number in x.numbers.items()]
+    ),
     every_cell,
     section("environment", "Environment", "tables", lambda content: environment.environment_table(content.records)),
     section("method", "How this was made", "items", lambda _: METHOD),

@@ -198,16 +198,12 @@ def _share(cells: Sequence[Cell]) -> bool:
 def _started(
     cells: Sequence[Cell], references: References, limits: Limits, stack: contextlib.ExitStack
 ) -> list[Running]:
-    """The cells, each with its process or its part of the one that they share."""
+    """The cells, each with its process or its part of the one that they share; confined with a file of the user."""
     if not _share(cells):
-        return [Running(cell, stack.enter_context(_start(cell, references, limits))) for cell in cells]
+        starts = (Worker(limits.memory, _variables(cell, references), files_of([cell.row])) for cell in cells)
+        return [Running(cell, stack.enter_context(worker)) for cell, worker in zip(cells, starts, strict=True)]
     process = stack.enter_context(Worker(limits.memory, code=files_of(cell.row for cell in cells)))
     return [Running(cell, Turn(process, cell.key)) for cell in cells]
-
-
-def _start(cell: Cell, references: References, limits: Limits) -> Worker:
-    """The process of a cell, confined where it loads a file of the user."""
-    return Worker(limits.memory, _variables(cell, references), files_of([cell.row]))
 
 
 def _reference(
