@@ -154,11 +154,6 @@ def refused(cell: Cell, context: RunContext) -> Record:
     )
 
 
-def is_measured(cell: Cell) -> bool:
-    """Whether a cell is measured: what was named runs. Nothing is measured under another name in its place."""
-    return cell.mode is not None and cell.mode != "fallback"
-
-
 def _variables(cell: Cell, references: References) -> Mapping[str, str]:
     """Environment variables of a cell's process: the number of CPU devices for JAX, a library to preload for a peer."""
     devices = {} if cell.devices == 1 else {"JAX_NUM_CPU_DEVICES": str(cell.devices)}

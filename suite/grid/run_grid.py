@@ -11,17 +11,15 @@ import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attnsuite.backends import names
 from attnsuite.models import TextFile
 
 from .. import files, typed
-from ..cell import Case, Cell, Request
+from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, as_input, jax_does_not_start
 from ..flag_values import names_of
 from ..kinds import extensions, kind_of, make_case, with_flags
-from ..measure import environment as environments
 from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
@@ -32,10 +30,10 @@ from ..record import Environment, Machine, Record
 from ..store import Manifest, TextIdentity, read_manifest, require_run
 from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
 from ..typed import Scalar
-from ..user_function import digests, files_of, is_reference, known_row, load, register_functions
+from ..user_function import digests, files_of, is_reference, known_row
 from . import work
 from .call import decode
-from .executors import in_turns, is_measured, one_after_another, refused
+from .executors import in_turns, one_after_another, refused
 from .grid import Grid
 from .process import Worker
 from .references import References
@@ -262,7 +260,7 @@ def checked_text(text: TextFile) -> TextFile:
 
 def group_records(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """The records of the cells of one case, or of several cases whose cells share a process."""
-    running = [cell for cell in cells if is_measured(cell)]
+    running = [cell for cell in cells if cell.is_measured]
     yield from (refused(cell, context) for cell in cells if cell not in running)
     if running and kind_of(running[0].kind).shares_process:
         yield from one_after_another(running, references, context)
@@ -280,7 +278,7 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
     with Worker(machine_bytes(), code=files_of(request.backends)) as worker:
         try:
             answer = worker.ask(
-                _PROBE_SECONDS, find_cells, request.backends, request.cases, request.text, request.all_cores
+                _PROBE_SECONDS, work.find_cells, request.backends, request.cases, request.text, request.all_cores
             )
         except CellFailure as failure:
             if functions := ", ".join(filter(is_reference, request.backends)):
@@ -298,32 +296,6 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
         answer["environment"]["source_files"] = source_files
     with as_input("what this machine says of itself cannot be recorded: ", "."):
         return typed.convert(answer["environment"], Environment), typed.convert(answer["cells"], list[Cell], decode)
-
-
-def find_cells(
-    rows: tuple[str, ...], cases: tuple[Case, ...], text: TextFile | None = None, all_cores: bool = False
-) -> dict[str, Any]:
-    """In a process of its own: the environment, and every cell of the rows. Raises InputError for what cannot run."""
-    request = Request(rows=rows, cases=cases, text=text, all_cores=all_cores)
-    register_functions(request.rows)
-    cells = [cell for case in request.cases for cell in kind_of(case.kind).cells(case, request)]
-    for reference in filter(is_reference, request.rows):
-        _check_runnable(reference, [cell for cell in cells if cell.row == reference])
-    return {"environment": environments.describe(), "cells": cells}
-
-
-def _check_runnable(reference: str, cells: Sequence[Cell]) -> None:
-    """Raise InputError, before anything is measured, if a user's function can run in none of the cases."""
-    if any(is_measured(cell) for cell in cells):
-        return
-    reasons = [reason for cell in cells for reason in cell.reasons if reason.startswith(reference)]
-    found = load(reference)[1]
-    why = found if found.startswith("It raised") else f"{' '.join(reasons[:1]) or 'they are not about it.'} {found}"
-    raise InputError(
-        f"{reference} can run in none of the {len(cells)} cases: {why} Say more with backends.from_function(f, "
-        "takes=...), or take cases that it can run: attnsuite run --cases, or a suite of your own "
-        "(docs/reference/suite-files.md)."
-    )
 
 
 def _chosen(pool: tuple[Case, ...], patterns: str | None, shard: Shard | None) -> tuple[Case, ...]:

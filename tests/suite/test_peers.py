@@ -10,7 +10,7 @@ import pytest
 
 from attnsuite.suite import peers
 from attnsuite.suite.grid import executors, running, work
-from attnsuite.suite.grid.run_grid import find_cells
+from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase
 from attnsuite.suite.kinds.model_case import ModelCase

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from attnsuite.suite.cell import Means, Request
-from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import OpCase
@@ -81,7 +80,7 @@ def test_short_calls_are_repeated_within_a_sample():
 )
 def test_what_would_run_instead_is_not_measured(mode, resolved, expected):
     case = OpCase(kind="op_forward", sequence=8)
-    assert is_measured(cell_of(case, "asked", resolved=resolved, mode=mode)) is expected
+    assert cell_of(case, "asked", resolved=resolved, mode=mode).is_measured is expected
 
 
 def test_a_cell_with_too_few_samples_for_an_interval_says_so():
