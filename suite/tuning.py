@@ -5,7 +5,7 @@ failed. Every candidate is compiled, judged by the oracle, and sampled in turns 
 first look only the best few are sampled on.
 
 For a device that is not here, candidates are compiled and ranked without a measured time. Of kernels that XLA compiles,
-a spill is a failure. ``tuned.py`` says which candidate wins, and ``choosing.py`` makes a policy of the records.
+a spill is a failure. ``choosing.py`` says which candidate wins, and makes a policy of the records.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 
 from . import choosing, statistics
 from .cell import Cell, Outcome
+from .choosing import FIRST_ROUNDS, LAST_ROUNDS, tuned_choice
 from .compile import topologies
 from .compile.compilation import NO_SPILLS, compile_candidate, compile_kernels
 from .compile.programs import op_program as abstract_program
@@ -48,7 +49,6 @@ from .measure.program import named_outputs
 from .record import Environment, Record
 from .store import Manifest
 from .suites import shipped
-from .tuned import FIRST_ROUNDS, LAST_ROUNDS, choice
 from .typed import Scalar
 
 SUITE, FINALISTS = "tune", 4
@@ -128,7 +128,7 @@ def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None
     if not (tuned := [record for record in records if record.facts is not None]):
         raise InputError(f"nothing could be tuned: {refused[0]}")
     details = {"refused": refused} if refused else {}
-    source = choosing.source_of(grid.command, tuned, map(choice, tuned), **details)
+    source = choosing.source_of(grid.command, tuned, map(tuned_choice, tuned), **details)
     choosing.write_policy(grid.out / choosing.POLICY, [source])
     return records
 

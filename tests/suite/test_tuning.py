@@ -13,7 +13,7 @@ from attnsuite import reports
 from attnsuite.backends import FEATURES, Layout, Takes, Target, load_policy, registry
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
-from attnsuite.suite import compile_run, diagnosis, tuned, tuning
+from attnsuite.suite import choosing, compile_run, diagnosis, tuning
 from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid import references
@@ -118,7 +118,7 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
     assert {t.options["block_kv"] for t in tried if t.error} == {1024}
     assert len(started) == 1 + sum(t.error is not None for t in tried[:-1])
     record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
-    assert tuned.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
+    assert choosing.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
     assert "1024 (4096)" in page.files([record], Path())["report.md"]
 
 
@@ -134,7 +134,7 @@ def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_
     record = made_up([1.0])
     changes = {"problem": problem_of(case) | {"kind": "tuning", "op": case.kind}, "target": f"tpu:{kind}"}
     record = dataclasses.replace(record, **changes, requested="splash", mode="compile", facts={"tried": tried})
-    choice = tuned.choice(checked(record))
+    choice = choosing.tuned_choice(checked(record))
     assert choice.options["block_q"] == block
     assert ("expected_time_over_default" in choice.details) == (kind == "v6e")
     assert ("(± 2.9%)" in page.files([checked(record)], Path())["report.md"]) == (kind == "v6e")
@@ -149,7 +149,7 @@ def made_up(*samples):
 
 def test_winner_must_be_measurably_faster_than_the_defaults():
     def options(*samples):
-        return tuned.choice(made_up(*samples)).options
+        return choosing.tuned_choice(made_up(*samples)).options
 
     level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
     assert options(level, faster) == {"n": 1}
@@ -158,7 +158,7 @@ def test_winner_must_be_measurably_faster_than_the_defaults():
 
 
 def test_choice_says_the_problem_and_how_much_faster_it_is():
-    found = tuned.choice(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
+    found = choosing.tuned_choice(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
     assert found.problem == {
         "batch": 1, "query_length": 192, "key_value_length": 192, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64,
         "is_causal": True, "needs_grad": False,
