@@ -31,8 +31,7 @@ def render(markdown: str, title: str, pictures: Mapping[str, str]) -> str:
     tokens = parser.parse(markdown)
     headings = _name_headings(tokens)
     tokens = _span_merged_rows(_fold(tokens))
-    _keep_together(tokens)
-    _embed(tokens, pictures)
+    _finish(tokens, pictures)
     body = parser.renderer.render(tokens, parser.options, {})
     for tag, div in (("table", '<div class="wide" tabindex="0">'), ("pre", '<div class="code">')):
         body = body.replace(f"<{tag}>", f"{div}<{tag}>").replace(f"</{tag}>", f"</{tag}></div>")
@@ -53,14 +52,6 @@ def render(markdown: str, title: str, pictures: Mapping[str, str]) -> str:
 
 def _shipped(name: str) -> str:
     return (resources.files("attnsuite.reports") / name).read_text(encoding="utf-8")
-
-
-def _embed(tokens: Sequence[Token], pictures: Mapping[str, str]) -> None:
-    for token in tokens:
-        for child in token.children or ():
-            if child.type == "image" and (picture := pictures.get(str(child.attrGet("src")))):
-                data = base64.b64encode(picture.encode()).decode("ascii")
-                child.attrSet("src", f"data:image/svg+xml;base64,{data}")
 
 
 def _fold(tokens: Sequence[Token]) -> list[Token]:
@@ -105,9 +96,12 @@ def _span_merged_rows(tokens: Sequence[Token]) -> list[Token]:
     return merged
 
 
-def _keep_together(tokens: Sequence[Token]) -> None:
-    """No line break between a dimension's letter and its number, nor inside ``chunked (for kvax)``."""
+def _finish(tokens: Sequence[Token], pictures: Mapping[str, str]) -> None:
+    """Embed the pictures, and keep a dimension's letter by its number, and ``chunked (for kvax)``, on one line."""
     for token in tokens:
         for child in token.children or ():
             if child.type == "text":
                 child.content = _TOGETHER.sub("\u00a0", child.content)
+            elif child.type == "image" and (picture := pictures.get(str(child.attrGet("src")))):
+                data = base64.b64encode(picture.encode()).decode("ascii")
+                child.attrSet("src", f"data:image/svg+xml;base64,{data}")

@@ -18,8 +18,8 @@ from attnsuite.suite.reportable import STANDARD, is_trusted
 from . import quality
 from .cells import Cell, Group, cells_of
 from .columns import FIGURES
-from .extension import pages
 from .formatting import Value
+from .page import pages
 from .table import MIB, MILLI, Column, Table, scaled, table
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from attnsuite.suite.kinds import extensions
 from attnsuite.suite.store import MANIFEST
 from attnsuite.suite.user_function import is_reference
 
@@ -83,3 +86,15 @@ class Page:
     def has_short(self) -> bool:
         """Whether some sections are short; a page without any is short as a whole."""
         return any(section.short for section in self.sections)
+
+
+@functools.cache
+def pages() -> Mapping[str, Any]:
+    """The module of each extension's page, whose cases the general tables leave out, by the name of its backend.
+
+    ``has_group`` finds its cases. Of ``PARTS`` are their sections behind "Failed"; of ``OPENING``, from the cases of
+    every kind, those before "In short", in which ``sentences`` are. ``loss`` gives of the cases of one model those that
+    measure the backend's loss on text, and why that is not shown; None where there are none. ``LOSS_NOTE`` says so
+    above the table.
+    """
+    return {backend: importlib.import_module(f".{backend}.page", __package__) for backend in extensions()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from attnsuite.suite.kinds.op_case import is_plain
 from attnsuite.suite.reportable import baseline_of, matmul_peak
 from attnsuite.suite.statistics import Interval
 
-from .cells import Cell, Group
+from .cells import Group
 
 PASSES = ("forward", "forward and backward")  # of attention calls, that have a panel each
 _FEWEST = 3  # lengths that make a line
@@ -98,22 +99,17 @@ def against_standard(groups: Sequence[Group]) -> tuple[Picture, ...]:
 def pictures(groups: Sequence[Group]) -> tuple[Picture, ...]:
     """The pictures of speed: one per head layout that was timed at three lengths or more."""
     plain = [group for group in groups if phase_of(group.kind) in PASSES and _is_plain(group)]
-    layouts = sorted({_layout(group) for group in plain})
     made = []
-    for heads, kv_heads, dim in layouts:
-        members = [group for group in plain if _layout(group) == (heads, kv_heads, dim)]
-        panels = [
-            panel
-            for phase in PASSES
-            for dtype in ("float32", "bfloat16", "float16")
-            if (
-                panel := _panel(
-                    f"{phase}, {dtype}",
-                    [g for g in members if (phase_of(g.kind), g.problem.get("dtype")) == (phase, dtype)],
-                )
-            )
-        ]
+    for layout in sorted({_layout(group) for group in plain}):
+        panels = []
+        for phase, dtype in itertools.product(PASSES, ("float32", "bfloat16", "float16")):
+            alike = [
+                g for g in plain if (_layout(g), phase_of(g.kind), g.problem.get("dtype")) == (layout, phase, dtype)
+            ]
+            if panel := _panel(f"{phase}, {dtype}", alike):
+                panels.append(panel)
         if panels:
+            heads, kv_heads, dim = layout
             title = f"heads {heads}/{kv_heads}, D {dim}, causal"
             made.append(Picture(f"speed-h{heads}k{kv_heads}-d{dim}.svg", title, tuple(panels)))
     return tuple(made)
@@ -251,17 +247,14 @@ def _panel(title: str, groups: Sequence[Group]) -> Panel | None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for group in groups:
         for cell in group.cells:
-            if (rate := _flops(cell)) is not None:
+            rate = cell.speed.flops_rate if cell.speed and cell.record.mode == "native" else None
+            if rate is not None:
                 lines.setdefault(cell.label, []).append((int(group.problem["sequence"]), rate / _GIGA))
     curves = tuple((name, tuple(sorted(points))) for name, points in lines.items() if len(points) >= _FEWEST)
     if not curves:
         return None
     roof = matmul_peak(groups[0].cells[0].record)
     return Panel(title, curves, None if roof is None else roof / _GIGA)
-
-
-def _flops(cell: Cell) -> float | None:
-    return cell.speed.flops_rate if cell.speed and cell.record.mode == "native" else None
 
 
 def _layout(group: Group) -> tuple[int, int, int]:

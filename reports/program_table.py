@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attnsuite.suite.kinds import kind_of
-from attnsuite.suite.record import ProgramText, Record
+from attnsuite.suite.record import ProgramText
 
 from .cells import Cell, Group, cells_of
 from .columns import BACKEND, CASE
@@ -40,14 +40,11 @@ def programs(groups: Sequence[Group], *, targets: bool = False) -> Iterator[Sect
         *(Column(name, name, lambda cell, name=name: _beside(_read(cell), name)) for name in _COUNTED),
         Column("bytes_over_by_hand", "bytes relative to by hand", lambda cell: _bytes_over_by_hand(_read(cell))),
     )
-    selected = [cell for cell in cells_of(groups) if _is_read(cell.record)]
+    calls = [cell for cell in cells_of(groups) if kind_of(cell.record.kind).is_call]
+    selected = [cell for cell in calls if cell.record.program is not None or cell.record.repeats is not None]
     if selected:
         made = table("programs", "", columns, selected)
         yield Section("programs", "Programs", (EXPLANATION,), tables=(made,), folded=plural(len(selected), "program"))
-
-
-def _is_read(record: Record) -> bool:
-    return kind_of(record.kind).is_call and (record.program is not None or record.repeats is not None)
 
 
 def _read(cell: Cell) -> ProgramText:

@@ -163,14 +163,10 @@ def _changes(changed: Sequence[Change], runs: Sequence[Entry]) -> str:
         Column("run", "first run", lambda change: runs[change.run].started[:19]),
         Column("case", "case", lambda change: change.series.case),
         Column("backend", "backend", lambda change: change.series.backend),
-        Column("ratio", "new level over old", _level),
+        Column("ratio", "new level over old", lambda x: f"{number(x.ratio)} ({'slower' if x.ratio > 1 else 'faster'})"),
         Column("what", "what differs from the run before", lambda x: _differs(runs[x.before], runs[x.run])),
     )
     return render_table(table("changes", "", columns, changed))
-
-
-def _level(change: Change) -> str:
-    return f"{number(change.ratio)} ({'slower' if change.ratio > 1 else 'faster'})"
 
 
 def _differs(before: Entry, after: Entry) -> str:

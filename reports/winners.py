@@ -6,7 +6,6 @@ not vary. Its rows are the combinations of all other fields.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from . import cases
@@ -30,32 +29,26 @@ def winners(groups: Sequence[Group]) -> tuple[Picture, ...]:
     return (Picture("winners.svg", "Fastest exact backend of each case", tuple(maps)),) if maps else ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    column: str
-    row: str
-    member: Group
-
-
 def _map(title: str, members: Sequence[Group]) -> Winners | None:
     """The map of one kind; None where fewer than two rows have cases in two columns or more."""
     across = _across(members)
     if across is None:
         return None
     varying = [name for name in _fields(members) if name != across and len(_values(members, name)) > 1]
-    positions = [_place(member, across, varying) for member in members]
-    rows = [
-        row
-        for row in _distinct(place.row for place in positions)
-        if len({place.column for place in positions if place.row == row}) >= _FEWEST
-    ]
-    selected = [place for place in positions if place.row in rows]
-    columns = _distinct(place.column for place in selected)
+    grid: dict[str, dict[str, Group]] = {}  # row -> column -> the first case there
+    for member in members:
+        grid.setdefault(_row(member, across, varying), {}).setdefault(str(member.problem.get(across)), member)
+    rows = _distinct(row for row, found in grid.items() if len(found) >= _FEWEST)
+    columns = _distinct(column for row in rows for column in grid[row])
     if len(rows) < _FEWEST:
         return None
-    squares = {(columns.index(place.column), rows.index(place.row)): place.member for place in reversed(selected)}
-    drawn = tuple(_square(*at, member) for at, member in sorted(squares.items(), key=lambda item: item[0]))
-    return Winners(title, across.replace("_", " "), tuple(columns), tuple(rows), drawn)
+    squares = tuple(
+        _square(x, y, grid[row][column])
+        for x, column in enumerate(columns)
+        for y, row in enumerate(rows)
+        if column in grid[row]
+    )
+    return Winners(title, across.replace("_", " "), tuple(columns), tuple(rows), squares)
 
 
 def _across(members: Sequence[Group]) -> str | None:
@@ -67,13 +60,12 @@ def _across(members: Sequence[Group]) -> str | None:
     return next(name for name, count in counts.items() if count == most) if most >= _FEWEST else None
 
 
-def _place(member: Group, across: str, varying: Sequence[str]) -> _Place:
+def _row(member: Group, across: str, varying: Sequence[str]) -> str:
     problem = member.problem
     described = {name: problem.get(name) for name in varying}
     if described.keys() & set(_LAYOUT) and across not in _LAYOUT:
         described |= {name: problem.get(name) for name in _LAYOUT}
-    row = cases.describe(member.kind, described) or "otherwise plain"
-    return _Place(str(problem.get(across)), row, member)
+    return cases.describe(member.kind, described) or "otherwise plain"
 
 
 def _square(column: int, row: int, member: Group) -> Square:

@@ -6,9 +6,9 @@ records), ``run.json``, ``records.jsonl`` and ``log.txt`` (a line per record, ma
 device`` has two more, what its backends were held to. Paths, the user's and the machine's name are replaced before
 anything is hashed.
 
-The hashes find what was edited, added, removed or reordered, and what was damaged. ``contradictions.py`` finds records
-that contradict themselves. Neither is a signature: a record that somebody invents whole, with the hashes made anew,
-passes if it agrees with itself.
+The hashes find what was edited, added, removed or reordered, and what was damaged; :func:`contradictions` finds records
+that contradict themselves: what was judged is restated, and times are held to limits. Neither is a signature: a record
+that somebody invents whole, with the hashes made anew, passes if it agrees with itself.
 
 Nothing is extracted: the files are read into memory, within limits, and only those of the names above.
 """
@@ -21,19 +21,26 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import re
 import socket
 import stat
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from attnsuite.backends import oracle
+
 from . import files, typed
-from .contradictions import contradictions
 from .errors import InputError
-from .record import Record, RecordError
+from .kinds import kind_of
+from .measure import plausible
+from .measure.tensor_errors import pass_of
+from .record import Record, RecordError, TensorError
+from .reportable import shows_speed, times_of
+from .statistics import median
 from .store import CONFORMANCE, MANIFEST, RECORDS, parse_records, read_manifest, read_record
 from .summary import record_line
 from .typed import Count
@@ -47,6 +54,12 @@ _NEEDED = frozenset({HEAD, LOG, MANIFEST, RECORDS})
 _LARGEST_FILE, _LARGEST = 2**26, 2**28  # bytes: of the zip, and of what it holds
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every member, so that one run has one bundle
 _PATH = re.compile(r"(?<![\w.)\]</])(?!/(?:proc|sys|dev)/)(?:~|\.\.?)?(?:/[\w.+@~=-]+)+/?")
+# bfloat16 operations per second without sparsity, as the vendors publish them; per device as JAX counts devices.
+PEAKS = {
+    "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 1153.5e12, "a100": 312e12, "h100": 989.4e12,
+    "h200": 989.4e12, "b200": 2250e12,
+}  # fmt: skip
+_ABOVE_PUBLISHED = 1.05
 _FREE = ("error", "reasons", "notes", "flags")  # fields of a record in which a user's or a machine's name may occur
 
 
@@ -285,3 +298,58 @@ class _Names:
         """A home directory or a machine's name that is still there."""
         names = (name for name in (self.home, self.host) if len(name) > 5)
         return next((name for name in names if name in text), None)
+
+
+def contradictions(records: Sequence[Record]) -> Iterator[str]:
+    """A sentence for each contradiction.
+
+    - An exact cell that is ``ok`` has no tensor outside its bound. A ``wrong`` one has, unless it was held to the
+      contract, which finds faults of other kinds too.
+    - The bound of an attention call follows from the standard backend's error (``backends/oracle.py``).
+    - The samples, all their calls counted, fit into the wall time of the cell.
+    - No exact cell is faster than its machine could be (``measure/plausible.py``), nor than the published peak of a
+      known device.
+    """
+    for record in records:
+        for why in (*_judged(record), *_timed(record)):
+            yield f"{record.key}: {why}."
+
+
+def _judged(record: Record) -> Iterator[str]:
+    for name, error in record.accuracy.items():
+        within = error.max_error is not None and error.max_error <= error.allowed
+        if error.passed and not within:
+            yield f"{name} passed with an error outside its bound"
+        if kind_of(record.kind).is_call and not _follows(record, name, error):
+            yield f"the bound of {name} does not follow from the standard backend's error"
+    if record.exact and record.accuracy:
+        right = all(error.passed for error in record.accuracy.values())
+        if record.status == "ok" and not right:
+            yield "it is ok with a tensor outside its bound"
+        if record.status == "wrong" and right and record.facts is None:
+            yield "it is wrong with every tensor inside its bound"
+
+
+def _follows(record: Record, name: str, error: TensorError) -> bool:
+    dtype = str(record.problem.get("dtype"))
+    if dtype not in oracle.EPSILON:
+        return True
+    bounds = [oracle.allowed_error(standard, dtype, pass_of(name)) for standard in (error.standard_error, None)]
+    return any(math.isclose(error.allowed, bound, rel_tol=1e-6) for bound in bounds)
+
+
+def _timed(record: Record) -> Iterator[str]:
+    if not all(sample > 0 for sample in (*record.samples, *record.device_seconds, *record.cached_seconds)):
+        yield "a time is not above zero"
+    seconds = sum(record.samples) * record.environment.get("calls_per_sample", 1)
+    seconds += sum(record.device_seconds) + sum(record.cached_seconds)
+    if record.wall_seconds is not None and seconds > record.wall_seconds:
+        yield f"its samples take {seconds:.3g} s and the whole cell {record.wall_seconds:.3g} s"
+    if not (record.exact and record.flops and shows_speed(record)):
+        return
+    times, machine = times_of(record), record.environment.get("machine", {})
+    if (why := plausible.floor(times, record, str(record.problem.get("dtype")), machine)) is not None:
+        yield why.rstrip(".")
+    rate, peak = record.flops / median(times).value, PEAKS.get(record.target.partition(":")[2])
+    if peak is not None and rate > _ABOVE_PUBLISHED * peak * record.devices:
+        yield f"it computes {rate / peak:.3g} times as fast as the device's published peak"

@@ -60,6 +60,11 @@ class Cell:
         """The kind of its record."""
         return self.case.kind
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether what was named runs. Nothing is measured under another name in its place."""
+        return self.mode not in (None, "fallback")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Measured):

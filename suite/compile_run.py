@@ -1,7 +1,10 @@
 """``attnsuite compile``: compile every case for every backend and every device, without an accelerator in the machine.
 
 Each kind of device has one process; as many run side by side as there are cores and memory for. A compiler's answer is
-kept on disk (``compile/compile_cache.py``), so that a run that was stopped, or is asked again, compiles nothing twice.
+kept on disk, so that a run that was stopped, or is asked again, compiles nothing twice: one file per cell, named by a
+hash of everything that could change the answer: the case, the configuration of its model, the backend, the device, the
+versions, this project's source and the flags. A damaged file, or one that another version wrote, counts as missing. A
+file that cannot be written costs time; the run goes on.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,9 @@ from attnsuite.backends import Target, registry
 from attnsuite.backends.devices import cpu_name, usable_cores
 
 from .cell import Cell, Outcome
-from .compile import compile_cache, slices, topologies, tpu_schedules
+from .compile import schedules, slices, topologies
 from .compile.compilation import NO_COMPILER, backend_and_role, compiled, in_roles
+from .compile.programs import model_config
 from .errors import CellFailure, InputError
 from .grid import folders, work
 from .grid.execute import execute
@@ -36,12 +43,13 @@ from .kinds.attention_call import OpCase
 from .kinds.model_case import ModelCase
 from .measure import environment
 from .measure.memory import machine_bytes
-from .record import Environment, Record
+from .record import Environment, Record, RecordError
 from .store import Manifest
 from .user_function import digests, files_of, is_reference, register_functions
 
 SUITE = "compile"
 _BYTES_PER_PROCESS = 5 * 2**30  # of this machine: a compiler on a whole model
+_CIRCUMSTANCES = ("versions", "source", "flags")  # of an answer, that the environment of its record says
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Sizes that a search tries: quarters of powers of two. There are 2**5 - 1, so five answers find the largest that fits.
 SEARCH_LENGTHS = (768, 896, *(2**power * quarter // 4 for power in range(10, 17) for quarter in range(4, 8)), 2**17)
@@ -143,15 +151,19 @@ def longest(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
     return sizes[low - 1] if low else None
 
 
-class _Process(Restarting):
-    """A process that compiles for ``target``, confined if it loads files of the user; ``dump`` is for schedules."""
+class CompilerProcess(Restarting):
+    """A process that compiles for ``target``, confined if it loads files of the user (``code``).
 
-    def __init__(self, target: Target, request: CompileGrid, code: Sequence[str]) -> None:
-        self._folder = folders.make() if request.schedule else None
+    With ``dumps`` the compiler writes schedules into ``dump``.
+    """
+
+    def __init__(self, target: Target, memory: int, code: Sequence[str] = (), *, dumps: bool, flags: str = "") -> None:
+        self._folder = folders.make() if dumps else None
         self.dump = Path(self._folder.name) if self._folder else None
-        variables = topologies.ENVIRONMENT | (tpu_schedules.variables(self.dump, target.platform) if self.dump else {})
+        variables = topologies.ENVIRONMENT | ({"XLA_FLAGS": flags} if flags else {})
+        variables |= schedules.variables(self.dump, target.platform) if self.dump else {}
         writable = (self.dump,) if self.dump else ()
-        Restarting.__init__(self, functools.partial(Worker, request.limits.memory, variables, code, writable))
+        Restarting.__init__(self, functools.partial(Worker, memory, variables, code, writable))
 
     def stop(self) -> None:
         """End the process for good, and remove its folder."""
@@ -167,8 +179,8 @@ class _Compiler:
         self._target = target
         self._cells = [cell for cell in cells if cell.target == str(target)]
         self._request = request
-        yours = files_of(request.backends)
-        self._process, self._confined = _Process(target, request, ()), _Process(target, request, yours)
+        start = functools.partial(CompilerProcess, target, request.limits.memory, dumps=request.schedule)
+        self._process, self._confined = start(), start(files_of(request.backends))
         self._records: dict[str, Record] = {}
         source_files = digests(request.backends)
         environment = _environment(target)
@@ -211,13 +223,13 @@ class _Compiler:
             return
         self._context.watcher.doing(cell.case.name, cell.row, f"for {self._target}")
         cache = self._request.cache / "schedules" if self._request.schedule else self._request.cache
-        path = compile_cache.path_of(cache, cell, self._target, self._context.environment)
+        path = cache_path(cache, cell, self._target, self._context.environment)
         is_user_function = is_reference(cell.row)  # what its file imports may have changed
-        record = None if is_user_function else compile_cache.find(path, cell.key)
+        record = None if is_user_function else _find(path, cell.key)
         if record is None:
             record, lasting = self._compile(cell)
             if lasting and not is_user_function:
-                compile_cache.keep(path, record)
+                _keep(path, record)
         self._records[cell.key] = record
         yield record
 
@@ -258,3 +270,29 @@ def _environment(target: Target) -> Environment:
         "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
         "target_memory": target.memory_bytes,
     }
+
+
+def cache_path(folder: Path, cell: Cell, target: Target, environment: Mapping[str, Any]) -> Path:
+    """The file of a cell in ``folder``. ``environment`` is that of the cell's record."""
+    what: dict[str, Any] = {"case": problem_of(cell.case), "backend": cell.row, "target": dataclasses.asdict(target)}
+    if isinstance(cell.case, ModelCase):
+        what["model"] = repr(model_config(cell.case))
+    what |= {name: environment[name] for name in _CIRCUMSTANCES}
+    return folder / f"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+
+def _find(path: Path, key: str) -> Record | None:
+    """The record in ``path``; None where there is none, or it is not that of the cell ``key``."""
+    with contextlib.suppress(OSError, RecordError):
+        record = Record.from_json(path.read_bytes())
+        return record if record.key == key else None
+    return None
+
+
+def _keep(path: Path, record: Record) -> None:
+    """Write the record, whole or not at all."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        partial.write_text(record.to_json(), encoding="utf-8")
+        partial.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from typing import Any
 
 import psutil
 
+from attnsuite.backends import AttentionSpec, Target, registry, support
+
+from . import kinds
 from .errors import CellFailure, jax_does_not_start
-from .grid.probe import examine
 from .grid.process import Worker
+from .measure import environment
 
 _SECONDS = 300.0
 _WIDTH = 79
@@ -27,6 +31,46 @@ def examine_here(seconds: float = _SECONDS, memory: int | None = None) -> dict[s
             return worker.ask(seconds, examine)
         except CellFailure as failure:
             raise jax_does_not_start(failure) from failure
+
+
+# The problems of a transformer, for which doctor asks every backend.
+_CALL = AttentionSpec(
+    batch=1, query_length=1024, key_value_length=1024, num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16",
+    is_causal=True, needs_grad=False,
+)  # fmt: skip
+_PROBLEMS = {
+    "forward": _CALL,
+    "forward+backward": dataclasses.replace(_CALL, needs_grad=True),
+    "packed documents": dataclasses.replace(_CALL, has_segment_ids=True),
+    "decode step": dataclasses.replace(_CALL, query_length=1, head_dim=128, value_head_dim=128, has_positions=True),
+}
+
+# A device of each platform: doctor groups the backends by those that they are for.
+_DEVICES = {"CPU": Target("cpu"), "NVIDIA GPU": Target("cuda", "h100"), "TPU": Target("tpu", "v5e")}
+
+
+def examine() -> dict[str, Any]:
+    """In that process: the environment, each backend's mode or reasons in each problem, and kinds that are broken.
+
+    A backend's ``devices`` are the platforms where it takes one of the problems natively, as it is installed here.
+    """
+    target = Target.here()
+    found = []
+    for name in registry.names():
+        backend = registry.get(name)
+        problems = {}
+        for label, spec in _PROBLEMS.items():
+            answers = {mode: support(backend, spec, target, mode) for mode in ("native", "interpret")}
+            mode = next((mode for mode, answer in answers.items() if answer), None)
+            # What stands against the interpreter beside these: a package that is missing or broken.
+            reasons = dict.fromkeys(answers["native"].reasons)
+            if mode is None:
+                reasons |= dict.fromkeys(x for x in answers["interpret"].reasons if not x.startswith("mode="))
+            problems[label] = {"mode": mode, "reasons": list(reasons)}
+        specs = _PROBLEMS.values()
+        devices = [label for label, device in _DEVICES.items() if any(support(backend, spec, device) for spec in specs)]
+        found.append({"name": name, "exact": backend.exact, "devices": devices, "problems": problems})
+    return {"environment": environment.describe(), "backends": found, "kinds": list(kinds.faults())}
 
 
 def describe(found: dict[str, Any], *, every: bool = False) -> Iterator[str]:
@@ -103,8 +147,8 @@ def _part(taken: list[str], problems: list[str]) -> str:
 def _reasons(backend: dict[str, Any]) -> Iterator[str]:
     """Every reason against a backend, once, with the problems that it applies to."""
     against: dict[str, list[str]] = {}
-    for problem, support in backend["problems"].items():
-        for reason in support["reasons"]:
+    for problem, answer in backend["problems"].items():
+        for reason in answer["reasons"]:
             against.setdefault(reason, []).append(problem)
     for reason, problems in against.items():
         scope = "" if len(problems) == len(backend["problems"]) else f" ({', '.join(problems)})"

@@ -56,29 +56,6 @@ class StreamedText:
     kind: str = "perplexity"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StreamRequest:
-    """What to measure.
-
-    ``model`` is ``text`` (the checkpoint that ships) or a directory. ``text`` is a file, or None for the text that
-    ships; with ``random_tokens`` no text is read. ``flags`` are those of the backend's extension. ``against`` is a
-    backend that computes the same tokens, for a paired difference.
-    """
-
-    model: str
-    text: TextFile | None
-    random_tokens: bool
-    seq_len: int
-    sequences: int
-    batch: int
-    backend: str
-    dtype: str | None
-    options: Mapping[str, Any]
-    flags: Mapping[str, Any]
-    against: str | None
-    out: Path
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
     """The resolutions of attention, their options, what they keep (by attention type), and notes."""
@@ -94,25 +71,35 @@ class _Attention:
         return "+".join(dict.fromkeys(found.backend.name for _, found in self.resolutions))
 
 
-def run(request: StreamRequest) -> tuple[Record, tuple[str, ...]]:
-    """Measure and write the record; returns it, and lines to print. Raises InputError."""
+def run(
+    flags: Any, text: TextFile | None, options: Mapping[str, Any], added: Mapping[str, Any], out: Path
+) -> tuple[Record, tuple[str, ...]]:
+    """Measure and write the record to ``out``; returns it, and lines to print. Raises InputError.
+
+    ``flags`` are those of the verb (``verbs/perplexity.py``), ``added`` those of the backend's extension. Without
+    ``text`` the text that ships is read.
+    """
     baseline, begin, started = mark_baseline(), time.perf_counter(), now()
-    if (request.out / RECORDS).is_file():
-        raise InputError(f"--out {request.out} has records already; choose another directory.")
+    if (out / RECORDS).is_file():
+        raise InputError(f"--out {out} has records already; choose another directory.")
     try:
-        with checkpoint_of(request.model) as directory:
-            checkpoint = open_checkpoint(directory, **({} if request.dtype is None else {"dtype": request.dtype}))
-            attention = _attention(request, checkpoint)
-            other = None if request.against is None else _against(request, checkpoint)
-            rows, bytes_per_token = _tokens(request, checkpoint.config)
-            with RunStore(request.out, resume=False) as store:  # before the work, in case it is not writable
-                nats = _nats(request, checkpoint, rows, attention)
-                compared = _ALONE if other is None else _compared(nats, _nats(request, checkpoint, rows, other), other)
+        with checkpoint_of(flags.model) as directory:
+            checkpoint = open_checkpoint(directory, **({} if flags.dtype is None else {"dtype": flags.dtype}))
+            attention = _attention(flags, options, added, checkpoint)
+            other = None if flags.against is None else _against(flags, checkpoint)
+            rows, bytes_per_token = _tokens(flags, text, checkpoint.config)
+            with RunStore(out, resume=False) as store:  # before the work, in case it is not writable
+                nats = _nats(flags, checkpoint, rows, attention)
+                compared = _ALONE if other is None else _compared(nats, _nats(flags, checkpoint, rows, other), other)
                 seconds, used = time.perf_counter() - begin, high_water(baseline)
-                outcome, figures = _judged(request, checkpoint.config, attention, rows, nats, bytes_per_token, compared)
+                outcome, figures = _judged(checkpoint.config, attention, rows, nats, bytes_per_token, compared)
                 record = record_of(
-                    _cell(request, checkpoint.config, attention),
-                    dataclasses.replace(outcome, memory={"process_high_water": used}),
+                    _cell(flags, checkpoint.config, attention),
+                    dataclasses.replace(
+                        outcome,
+                        memory={"process_high_water": used},
+                        notes=(*outcome.notes, *_flags(flags, text, attention)),
+                    ),
                     suite="perplexity",
                     environment=environment.describe(),
                     started=started,
@@ -120,7 +107,7 @@ def run(request: StreamRequest) -> tuple[Record, tuple[str, ...]]:
                 )
                 store.append([record])
     except OSError as error:
-        raise InputError(f"--out {request.out} cannot be written: {error.strerror}.") from error
+        raise InputError(f"--out {out} cannot be written: {error.strerror}.") from error
     except (ValueError, BackendUnavailableError) as error:
         raise InputError(str(error)) from error
     size = count_parameters(checkpoint.config) * jax.numpy.dtype(checkpoint.config.param_dtype).itemsize
@@ -131,18 +118,18 @@ def run(request: StreamRequest) -> tuple[Record, tuple[str, ...]]:
     return record, (*attention.lines, *figures, cost, f"time: {seconds:.0f} s")
 
 
-def _nats(request: StreamRequest, checkpoint: Checkpoint, rows: np.ndarray, attention: _Attention) -> np.ndarray:
-    return streamed_nats(checkpoint, rows, batch=request.batch, resolutions=attention.resolutions)
+def _nats(flags: Any, checkpoint: Checkpoint, rows: np.ndarray, attention: _Attention) -> np.ndarray:
+    return streamed_nats(checkpoint, rows, batch=flags.batch, resolutions=attention.resolutions)
 
 
-def _against(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
+def _against(flags: Any, checkpoint: Checkpoint) -> _Attention:
     """The attention to compare with. Raises BackendUnavailableError where it would be replaced."""
     resolutions = resolve_attention(
         checkpoint.config,
-        batch=request.batch,
-        query_length=request.seq_len - 1,
+        batch=flags.batch,
+        query_length=flags.seq_len - 1,
         needs_grad=False,
-        backend=request.against or "auto",
+        backend=flags.against or "auto",
         on_unavailable="raise",
     )
     return _Attention(resolutions, {}, (), ())
@@ -166,27 +153,27 @@ def _compared(nats: np.ndarray, theirs: np.ndarray, other: _Attention) -> _Compa
     return figures, {"against_nll": beside}, line
 
 
-def _tokens(request: StreamRequest, config: ModelConfig) -> tuple[np.ndarray, float | None]:
+def _tokens(flags: Any, text: TextFile | None, config: ModelConfig) -> tuple[np.ndarray, float | None]:
     """Windows of tokens, and the bytes per token; None for random tokens."""
-    if request.random_tokens:
-        shape = (request.sequences, request.seq_len)
+    if flags.random_tokens:
+        shape = (flags.sequences, flags.seq_len)
         return np.random.default_rng(0).integers(0, config.vocab_size, shape), None
-    data = load_text().held_out if request.text is None else load_text(request.text, held_out=0.0).train
-    return reader_of(request.model, config).spread(data, request.seq_len, request.sequences)
+    data = load_text().held_out if text is None else load_text(text, held_out=0.0).train
+    return reader_of(flags.model, config).spread(data, flags.seq_len, flags.sequences)
 
 
-def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
+def _attention(flags: Any, options: Mapping[str, Any], added: Mapping[str, Any], checkpoint: Checkpoint) -> _Attention:
     """The attention, resolved and planned once before anything is measured, so that a refusal comes first."""
-    config, length = checkpoint.config, request.seq_len - 1
-    options, sources = options_of(request.backend, request.options, request.flags, checkpoint)
+    config, length = checkpoint.config, flags.seq_len - 1
+    options, sources = options_of(flags.backend, options, added, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendFallbackWarning)  # said below
         resolutions = resolve_attention(
             config,
-            batch=request.batch,
+            batch=flags.batch,
             query_length=length,
             needs_grad=False,
-            backend=request.backend,
+            backend=flags.backend,
             options=options,
         )
     lines: list[str] = []
@@ -199,7 +186,7 @@ def _attention(request: StreamRequest, checkpoint: Checkpoint) -> _Attention:
         )
         lines += [f"backend{of}: {found.backend.name}{instead}", *(f"because {reason}" for reason in found.reasons)]
         if found.mode == "fallback":
-            lines += [f"the options of {request.backend} were not used: another backend ran"] if options else []
+            lines += [f"the options of {flags.backend} were not used: another backend ran"] if options else []
             continue
         plan = found.plan(Layout())
         lines += [f"note: {note}" for note in plan.notes]
@@ -229,7 +216,6 @@ def options_of(
 
 
 def _judged(
-    request: StreamRequest,
     config: ModelConfig,
     attention: _Attention,
     rows: np.ndarray,
@@ -270,7 +256,7 @@ def _judged(
     outcome = Outcome(
         status="ok" if finite else "wrong",
         error=error,
-        notes=(*notes, *_flags(request, attention)),
+        notes=tuple(notes),
         tokens=int(nats.size),
         quality=quality,
         series={"nll": tuple(map(float, nats.mean(1))), **series} if finite else {},
@@ -278,18 +264,18 @@ def _judged(
     return outcome, tuple(lines)
 
 
-def _cell(request: StreamRequest, config: ModelConfig, attention: _Attention) -> Cell:
-    name = f"perplexity-{Path(request.model).resolve().name}-s{request.seq_len}-{config.dtype}"
-    case = StreamedText(name, request.model, request.seq_len, request.sequences, config.dtype)
-    return of_backend(case, request.backend, lambda _: attention.resolutions)
+def _cell(flags: Any, config: ModelConfig, attention: _Attention) -> Cell:
+    name = f"perplexity-{Path(flags.model).resolve().name}-s{flags.seq_len}-{config.dtype}"
+    case = StreamedText(name, flags.model, flags.seq_len, flags.sequences, config.dtype)
+    return of_backend(case, flags.backend, lambda _: attention.resolutions)
 
 
-def _flags(request: StreamRequest, attention: _Attention) -> Iterator[str]:
+def _flags(flags: Any, text: TextFile | None, attention: _Attention) -> Iterator[str]:
     """Notes on what the case does not say: text, batch and options."""
-    text = "random tokens" if request.random_tokens else request.text or "the held-out prose that ships with Python"
-    yield f"text: {text}; batch: {request.batch}"
-    if request.against is not None:
-        yield f"compared with: {request.against}"
+    what = "random tokens" if flags.random_tokens else text or "the held-out prose that ships with Python"
+    yield f"text: {what}; batch: {flags.batch}"
+    if flags.against is not None:
+        yield f"compared with: {flags.against}"
     options = {name: value for name, value in attention.options.items() if name != "schedule"}
     if options:
         yield "options: " + ", ".join(f"{name}={value}" for name, value in options.items())

@@ -49,23 +49,23 @@ def _forms(mask: Bool[np.ndarray, "b t s"]) -> Iterator[tuple[np.ndarray, Descri
     slots, everything = np.arange(keys), np.ones((queries, keys), bool)
     lengths = mask.any(1).sum(-1).astype(np.int32)
     filled = (slots < lengths[:, None])[:, None]
-    by_length = {"key_value_seq_lengths": lengths}
     shapes = [(everything, "", {})]
-    if queries == keys > 1:
-        shapes.append((causal, "is_causal=True", {"is_causal": True}))
-    for shape, text, flags in shapes:
-        yield shape[None], Description(text or "no mask", flags)
-    for shape, text, flags in shapes:
-        description = ", ".join(filter(None, (text, f"key_value_seq_lengths={_shortened(lengths)}")))
-        yield shape & filled, Description(description, flags | by_length)
-    if queries != keys:
-        return
-    ids = _documents(mask)
-    same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
-    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    for shape, text, flags in shapes:
-        description = ", ".join(filter(None, (text, "query_segment_ids and key_value_segment_ids")))
-        yield shape & same, Description(f"{description} ({int(ids.max()) + 1} documents, padding -1)", flags | segments)
+    beside = [
+        (everything, "", {}),
+        (filled, f"key_value_seq_lengths={_shortened(lengths)}", {"key_value_seq_lengths": lengths}),
+    ]
+    if queries == keys:
+        shapes += [(causal, "is_causal=True", {"is_causal": True})] if queries > 1 else []
+        ids = _documents(mask)
+        same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
+        names = ("query_segment_ids", "key_value_segment_ids")
+        beside.append(
+            (same, f"{' and '.join(names)} ({int(ids.max()) + 1} documents, padding -1)", dict.fromkeys(names, ids))
+        )
+    for others, words, arrays in beside:
+        for shape, text, flags in shapes:
+            description = ", ".join(filter(None, (text, words))) or "no mask"
+            yield shape & others, Description(description, flags | arrays)
 
 
 def _documents(mask: Bool[np.ndarray, "b t t"]) -> Int[np.ndarray, "b t"]:

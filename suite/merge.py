@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import InputError
 from .record import MACHINE_KIND, Record
-from .store import MANIFEST, RECORDS, Manifest, RunStore, TextIdentity, parse_records, read_manifest, records_path
+from .store import MANIFEST, RECORDS, Manifest, RunStore, parse_records, read_manifest, records_path
 from .suites import Shard, parse_shard
 
 _MAY_DIFFER = ("cases", "shard", "cells", "file", "text")  # in what runs that belong together may differ
@@ -82,6 +82,8 @@ def _read(directory: Path) -> Part:
             f"{directory} is not finished ({sentence}); run attnsuite run --resume --out {directory} first."
         )
     part = Part(directory, manifest, records)
+    if not all("name" in case for case in manifest.cases):
+        raise InputError(f"{directory} has a case without a name in {MANIFEST}, which attnsuite run never writes.")
     if strange := {record.case for record in records} - set(part.names):
         raise InputError(f"{directory} has records of {', '.join(sorted(strange))}, which {MANIFEST} does not name.")
     return part
@@ -102,12 +104,8 @@ def _facts(part: Part) -> dict[str, Any]:
     facts = {name: value for name, value in manifest.items() if name not in _MAY_DIFFER}
     nested = {f"{name} {key}": value for name in ("versions", "flags") for key, value in facts.pop(name).items()}
     machine = {name: sorted({str(record.environment.get(name)) for record in part.records}) for name in MACHINE_KIND}
-    return facts | nested | {"text": _content(part.manifest.text)} | machine
-
-
-def _content(text: TextIdentity | None) -> tuple[str, str | None] | None:
-    """The text itself; its path may differ from machine to machine."""
-    return None if text is None else (text.sha256, text.field)
+    text = part.manifest.text  # whose path may differ from machine to machine
+    return facts | nested | {"text": text and (text.sha256, text.field)} | machine
 
 
 def _in_order(parts: Sequence[Part]) -> list[Part]:

@@ -90,7 +90,7 @@ class TensorError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a TPU's compiler scheduled for one Pallas kernel (``compile/tpu_schedules.py``): counts, never a time.
+    """What a TPU's compiler scheduled for one Pallas kernel (``compile/schedules.py``): counts, never a time.
 
     ``bundles`` are those of the whole kernel, ``step_bundles`` those of one step of its grid. The other figures are of
     ``step_bundles``: how many use a matrix unit; how often a vector register is read back (``fills``) or written out

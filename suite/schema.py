@@ -47,11 +47,8 @@ def _meaning(case: type[Any]) -> str:
 def _keys(case: type[Any]) -> str:
     """The keys of a table in their order, each with its default, and with what it accepts where that is not plain."""
     hints = get_type_hints(case, include_extras=True)
-    return f"Keys: {', '.join(_key(field, hints[field.name]) for field in _fields(case))}."
-
-
-def _fields(case: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(case) if field.name not in ("case", "kind")]
+    fields = [field for field in dataclasses.fields(case) if field.name not in ("case", "kind")]
+    return f"Keys: {', '.join(_key(field, hints[field.name]) for field in fields)}."
 
 
 def _key(field: dataclasses.Field[Any], hint: Any) -> str:

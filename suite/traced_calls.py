@@ -129,17 +129,16 @@ def harvest(into: Harvest | None = None) -> Iterator[Harvest]:
 
     new = into or Harvest()
     functions: list[tuple[Any, Callable[..., Call]]] = [
+        (Plan.run, _read_plan),
         (jax.nn.dot_product_attention, _read_jax),
         (nnx.dot_product_attention, functools.partial(_read_flax, "flax.nnx.dot_product_attention")),
         (linen.dot_product_attention, functools.partial(_read_flax, "flax.linen.dot_product_attention")),
     ]
-    run = Plan.run
-    if hasattr(run, _KEYWORD) or any(_KEYWORD in (function.__kwdefaults__ or {}) for function, _ in functions):
+    if any(_KEYWORD in (function.__kwdefaults__ or {}) for function, _ in functions):
         raise RuntimeError("a harvest is open already, perhaps in another thread; close it first.")
     with contextlib.ExitStack() as stack:
         for function, read in functions:
             stack.enter_context(_replaced(function, functools.partial(new.call, read)))
-        stack.enter_context(_replaced_run(functools.partial(new.call, _read_plan)))
         stack.enter_context(_context()(new))  # nothing that was traced outside is used inside, nor the other way round
         yield new
 
@@ -262,23 +261,6 @@ def _pass_on(*args: Any, attnsuite_harvest: Any, **kwargs: Any) -> Any:
     return attnsuite_harvest(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _replaced_run(call: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block every plan runs through ``call``."""
-    original = Plan.run
-
-    @functools.wraps(original)
-    def run(self: Plan, *args: Any, **kwargs: Any) -> Any:
-        return call(original, self, *args, **kwargs)
-
-    setattr(run, _KEYWORD, True)
-    Plan.run = run  # pyright: ignore[reportAttributeAccessIssue]  (restored below)
-    try:
-        yield
-    finally:
-        Plan.run = original  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _read_plan(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
     return Call("attnsuite", _place(), arguments["self"].spec)
 
@@ -299,8 +281,7 @@ def _read_jax(arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
         "lengths of the queries": arguments["query_seq_lengths"] is not None,
         "a scale that the program computes": computed,
     }
-    wanted = tuple(sentence for sentence, is_wanted in unsaid.items() if is_wanted)
-    return _call("jax.nn.dot_product_attention", arrays, fields, wanted)
+    return _call("jax.nn.dot_product_attention", arrays, fields, unsaid)
 
 
 def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) -> Call:
@@ -313,14 +294,17 @@ def _read_flax(function: str, arrays: Sequence[Any], arguments: dict[str, Any]) 
         "has_mask": arguments["mask"] is not None,
         "has_bias": arguments["bias"] is not None,
     }
-    wanted = tuple(sentence for sentence, is_wanted in unsaid.items() if is_wanted)
-    return _call(function, arrays, fields, wanted, arguments["dtype"])
+    return _call(function, arrays, fields, unsaid, arguments["dtype"])
 
 
 def _call(
-    function: str, arrays: Sequence[Any], fields: dict[str, Any], unsaid: tuple[str, ...], dtype: Any = None
+    function: str, arrays: Sequence[Any], fields: dict[str, Any], asked: dict[str, bool], dtype: Any = None
 ) -> Call:
-    """The call of these arrays; ``fields`` are those of its spec beside shapes and dtype."""
+    """The call of these arrays; ``fields`` are those of its spec beside shapes and dtype.
+
+    ``asked`` has a sentence for what no field says, and whether the call asks for it.
+    """
+    unsaid = tuple(sentence for sentence, is_asked in asked.items() if is_asked)
     query, key, value = (x.shape for x in arrays)
     try:
         spec = AttentionSpec(

@@ -5,14 +5,12 @@ failed. Every candidate is compiled, judged by the oracle, and sampled in turns 
 first look only the best few are sampled on.
 
 For a device that is not here, candidates are compiled and ranked without a measured time. Of kernels that XLA compiles,
-a spill is a failure. ``tuned.py`` says which candidate wins, and ``choosing.py`` makes a policy of the records.
+a spill is a failure. ``choosing.py`` says which candidate wins, and makes a policy of the records.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -28,29 +26,29 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, MadeExact, T
 
 from . import choosing, statistics
 from .cell import Cell, Outcome
-from .compile import topologies, tpu_schedules
+from .choosing import FIRST_ROUNDS, LAST_ROUNDS, tuned_choice
+from .compile import topologies
 from .compile.compilation import NO_SPILLS, compile_candidate, compile_kernels
 from .compile.programs import op_program as abstract_program
+from .compile_run import CompilerProcess
 from .diagnosis import examine_here
 from .errors import CellFailure, InputError, as_input
 from .flag_values import known_backend
-from .grid import folders, work
+from .grid import work
 from .grid.execute import execute
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Worker
 from .grid.references import References
-from .grid.running import Limits, RunContext, Running
-from .grid.shared_process import Restarting
+from .grid.running import Limits, RunContext, Running, answered
 from .kinds import kind, problem_of
 from .kinds.attention_call import OpCase, judged_case, op_program, spec_of
-from .kinds.tuning_case import TUNING
+from .kinds.tuning_case import TUNING, Trial, Trials
 from .measure import speed, tensor_errors
 from .measure.program import named_outputs
 from .record import Environment, Record
 from .store import Manifest
 from .suites import shipped
-from .tuned import FIRST_ROUNDS, LAST_ROUNDS, choice
 from .typed import Scalar
 
 SUITE, FINALISTS = "tune", 4
@@ -130,7 +128,7 @@ def tune(grid: TuneGrid, watcher: GridWatcher, fleet: FleetRequest | None = None
     if not (tuned := [record for record in records if record.facts is not None]):
         raise InputError(f"nothing could be tuned: {refused[0]}")
     details = {"refused": refused} if refused else {}
-    source = choosing.source_of(grid.command, tuned, map(choice, tuned), **details)
+    source = choosing.source_of(grid.command, tuned, map(tuned_choice, tuned), **details)
     choosing.write_policy(grid.out / choosing.POLICY, [source])
     return records
 
@@ -211,16 +209,16 @@ def _record(cell: Cell, request: TuneGrid, references: References, context: RunC
     except InputError as refusal:
         return _unsupported(cell, str(refusal), context)
     else:
-        each.outcome = Outcome(facts={"tried": tried})
+        each.outcome = Outcome(facts=Trials(tried=tuple(tried)))
     return each.record(context)
 
 
-def _measure(case: OpCase, name: str, references: References, request: TuneGrid) -> list[dict[str, Any]]:
+def _measure(case: OpCase, name: str, references: References, request: TuneGrid) -> list[Trial]:
     """:func:`try_candidates` in a process of its own."""
     with Worker(request.limits.memory) as worker:
         worker.ask(request.limits.seconds, work.pin_pool)
         call = (try_candidates, case, name, references.path(case), dict(request.fixed))
-        return worker.ask(request.limits.seconds * 5, *call)
+        return answered(worker.ask(request.limits.seconds * 5, *call), list[Trial])
 
 
 def _candidates(backend: Any, case: OpCase, target: Target, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -238,9 +236,7 @@ def _candidates(backend: Any, case: OpCase, target: Target, fixed: Mapping[str, 
     return [each for i, each in enumerate(tried) if each not in tried[:i]]
 
 
-def rank_candidates(
-    case: OpCase, name: str, target: Target, fixed: Mapping[str, Any], limits: Limits
-) -> list[dict[str, Any]]:
+def rank_candidates(case: OpCase, name: str, target: Target, fixed: Mapping[str, Any], limits: Limits) -> list[Trial]:
     """Facts about every candidate's kernels, the defaults first; no kernel is run."""
     backend, spec = registry.get(name), spec_of(case)
     if not isinstance(backend, Tunable) or not isinstance(backend, CompilesKernels | CountsWork):
@@ -260,28 +256,24 @@ def _compile_each(
     fixed: Mapping[str, Any],
     candidates: Sequence[dict[str, Any]],
     limits: Limits,
-) -> list[dict[str, Any]]:
-    """The candidates' facts from a process for ``target``; a candidate that ends it has another after it."""
-    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS)))
-    tried = []
-    with contextlib.ExitStack() as stack:
-        dump, more = None, {"XLA_FLAGS": flags}
-        if target.platform == "tpu":
-            dump = Path(stack.enter_context(folders.make()))
-            more = tpu_schedules.variables(dump)
-        start = functools.partial(Worker, limits.memory, topologies.ENVIRONMENT | more)
-        process = stack.enter_context(contextlib.closing(Restarting(start)))
+) -> list[Trial]:
+    """The trials of a process for ``target``; a candidate that ends it has another after it."""
+    flags, is_tpu = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), NO_SPILLS))), target.platform == "tpu"
+    process, tried = CompilerProcess(target, limits.memory, dumps=is_tpu, flags="" if is_tpu else flags), []
+    try:
         for options in candidates:
-            call = (compile_candidate, case, name, target, options, dict(fixed), dump)
+            call = (compile_candidate, case, name, target, options, dict(fixed), process.dump)
             try:
-                tried.append(process.ask(limits.seconds, *call))
+                tried.append(answered(process.ask(limits.seconds, *call), Trial))
             except CellFailure as failure:
-                tried.append({"options": options, "error": str(failure)})
+                tried.append(Trial(options=options, error=str(failure)))
+    finally:
+        process.stop()
     return tried
 
 
-def try_candidates(case: OpCase, name: str, reference: Path, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """In a worker: every candidate's samples, or why it failed, as a ``Trial``. The defaults come first."""
+def try_candidates(case: OpCase, name: str, reference: Path, fixed: Mapping[str, Any]) -> list[Trial]:
+    """In a worker: every candidate's samples, or why it failed. The defaults come first."""
     target = Target.here()
     backend, tried = _supported(name, case, target, fixed)
     candidates = [_try(case, backend, options, fixed, target, reference) for options in tried]
@@ -289,7 +281,7 @@ def try_candidates(case: OpCase, name: str, reference: Path, fixed: Mapping[str,
     _sample(ready, FIRST_ROUNDS)
     ranked = sorted(ready, key=lambda candidate: statistics.median(candidate.samples).value)
     _sample([c for c in ready if c in ranked[:FINALISTS] or c is candidates[0]], LAST_ROUNDS)
-    return [{"options": c.options, "samples": c.samples, "error": c.error} for c in candidates]
+    return [Trial(options=c.options, samples=tuple(c.samples), error=c.error) for c in candidates]
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -36,7 +36,7 @@ from attnsuite.backends import BackendFallbackWarning
 from attnsuite.models import weights as model_weights
 from attnsuite.suite import command_line, compile_run, diagnosis, layerwise_perplexity, training_run, tuning
 from attnsuite.suite.grid import execute, process, run_grid
-from attnsuite.suite.grid.probe import find_cells
+from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds.kascade import calibration_run
 from attnsuite.suite.measure import environment
 from hostile_inputs import ENVIRONMENT, TRAIN, Commands, Hand, Valid, make_valid

@@ -94,7 +94,7 @@ for room in {ROOMS}:
 
 # One thing for two owners, such as the page of a run and Kascade's part of it.
 SHARED_NAMES = {
-    *("availability", "backend", "backward", "block_sizes", "environment", "extension", "page", "sharding", "tuning"),
+    *("availability", "backend", "backward", "block_sizes", "environment", "page", "sharding", "tuning"),
 }
 
 

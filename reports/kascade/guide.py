@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from attnsuite.suite import statistics
 from attnsuite.suite.kinds import phase_of
-from attnsuite.suite.kinds.kascade.guide_suite import LENGTHS, NAME
+from attnsuite.suite.kinds.kascade.extension import GUIDE_LENGTHS, MODEL_SUITE
 from attnsuite.suite.kinds.kascade.methods import KERNELS
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import is_trusted, same_rounds
@@ -20,7 +20,7 @@ from . import tables
 
 def figures(groups: Sequence[Group]) -> Table | None:
     """A row per figure: where it stands, what it says, what this run measured, and why the two differ."""
-    members = {group.cells[0].record.case: group for group in groups if group.cells[0].record.suite == NAME}
+    members = {group.cells[0].record.case: group for group in groups if group.cells[0].record.suite == MODEL_SUITE}
     if not members:
         return None
     keys = ("guide", "figure", "here", "why")
@@ -39,10 +39,10 @@ def _rows(members: dict[str, Group]) -> Iterator[tuple[str, str, str, str]]:
         rows = _rows_of(members, case := f"guide-{guide}-prefill")
         if "dense" in rows and "kascade" in rows:
             yield from ((title, *row) for row in _of_text(guide, rows, tables.withheld(members[case], tables.BLIND)))
-    for length in LENGTHS:
+    for length in GUIDE_LENGTHS:
         yield "Llama-3.1-8B", "1.8 to 2.2 times as fast on a CPU", _time(members, length), _SLOW_BASELINE
     yield "Llama-3.1-8B", "its dense baseline", _first_token(members), _WHICH_DENSE
-    for length in LENGTHS:
+    for length in GUIDE_LENGTHS:
         yield "A Kascade TPU kernel", f"max diff < 1e-03 at {length} tokens", _errors(members, length), _ONE_BLOCK
     yield "A Kascade TPU kernel", "blocks of 512 queries, 256 and 128 keys", _blocks(members), _BLOCKS_BOUND
 
@@ -111,7 +111,7 @@ def _first_token(members: dict[str, Group]) -> str:
 
 def _blocks(members: dict[str, Group]) -> str:
     """The blocks of the Pallas kernel, by the note of its row."""
-    rows = _rows_of(members, f"guide-stack-{LENGTHS[-1]}")
+    rows = _rows_of(members, f"guide-stack-{GUIDE_LENGTHS[-1]}")
     notes = rows["kascade_pallas"].notes if "kascade_pallas" in rows else ()
     return next((note for note in notes if "block_q" in note), "no kernel here")
 

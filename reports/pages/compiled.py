@@ -58,40 +58,17 @@ def is_compiled(run: Run) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Content:
-    """The records of the sections, and the ``numbers`` of their reasons."""
+    """The records of the sections, and the ``numbers`` of their reasons.
+
+    ``calls`` (of attention) and ``models`` are of the backends that take one of the page's cases.
+    """
 
     records: tuple[Record, ...]
     targets: tuple[str, ...]
     numbers: Mapping[str, str]
     command: tuple[str, ...]
-
-    @property
-    def ops(self) -> list[Record]:
-        """Attention calls, of backends that take one of the page's cases."""
-        return self._of(calls=True)
-
-    @property
-    def models(self) -> list[Record]:
-        """Whole models, of the same backends."""
-        return self._of(calls=False)
-
-    def _of(self, *, calls: bool) -> list[Record]:
-        found = [record for record in self.records if kinds.kind_of(record.kind).is_call == calls]
-        return [record for record in found if record.requested in self._taking]
-
-    @property
-    def _taking(self) -> set[str]:
-        return {record.requested for record in self.records if record.status != "unsupported"}
-
-    def unsupported(self) -> Iterator[str]:
-        """A sentence that names the backends that take none of the cases; they have no row in the matrices."""
-        first: dict[str, Record] = {}
-        for record in self.records:
-            if record.requested not in self._taking:
-                first.setdefault(record.requested, record)
-        if first:
-            named = (f"{code(name)} ({self.numbers[record.reasons[0]]})" for name, record in first.items())
-            yield f"Unsupported in every case, and in no table but the last: {', '.join(named)}."
+    calls: tuple[Record, ...]
+    models: tuple[Record, ...]
 
 
 def build(run: Run) -> Page:
@@ -99,7 +76,12 @@ def build(run: Run) -> Page:
     records = tuple(sorted(run.records, key=cases.order))
     manifest = run.manifest
     targets = (manifest.targets if manifest else ()) or tuple(sorted({r.target for r in records}))
-    content = Content(records, targets, _numbers(records), manifest.command if manifest else ())
+    taking = {record.requested for record in records if record.status != "unsupported"}
+    rows = [record for record in records if record.requested in taking]
+    calls, models = (
+        tuple(row for row in rows if kinds.kind_of(row.kind).is_call == is_call) for is_call in (True, False)
+    )
+    content = Content(records, targets, _numbers(records), manifest.command if manifest else (), calls, models)
     versions = [f"{name} {version}" for name, version in environment.versions_of(records).items()]
     unsupported = "that is not here" if len(targets) == 1 else "that are not here"
     title = f"Compiled for {plural(len(targets), 'device')} {unsupported}, {environment.date_of(records)}"
@@ -111,7 +93,19 @@ def in_short(content: Content) -> Iterator[Section]:
     """The number of cells by status, and the longest sequence and the largest batch of each model that fit."""
     tried = (("sequence", "lengths"), ("batch", "batches"))
     bounds = [sentence for field, sizes in tried for sentence in _sentences(_tried(content.models, field), sizes)]
-    yield Section("in_short", "In short", (_counts(content.records),), (*bounds, *content.unsupported()))
+    yield Section("in_short", "In short", (_counts(content.records),), (*bounds, *_unsupported(content)))
+
+
+def _unsupported(content: Content) -> Iterator[str]:
+    """A sentence that names the backends that take none of the cases; they have no row in the matrices."""
+    taking = {record.requested for record in (*content.calls, *content.models)}
+    first: dict[str, str] = {}
+    for record in content.records:
+        if record.requested not in taking:
+            number = f" ({content.numbers[record.reasons[0]]})" if record.reasons else ""
+            first.setdefault(record.requested, f"{code(record.requested)}{number}")
+    if first:
+        yield f"Unsupported in every case, and in no table but the last: {', '.join(first.values())}."
 
 
 def bounds(content: Content) -> Iterator[Section]:
@@ -351,10 +345,6 @@ def _per_bundle(count: int, schedule: Schedule) -> float | None:
     return count / schedule.step_bundles if schedule.step_bundles else None
 
 
-def _reasons(numbers: Mapping[str, str]) -> list[str]:
-    return [f"**{number}** {escape(text)}" for text, number in numbers.items()]
-
-
 def _compiled(name: str, header: str) -> Column:
     return Column(name, header, lambda record: scaled(record.memory.get(f"compiled_{name}"), 1 / MIB))
 
@@ -399,13 +389,15 @@ def reproduce(content: Content) -> Iterator[Section]:
 
 SECTIONS: tuple[Callable[[Content], Iterable[Section]], ...] = (
     in_short,
-    lambda content: _matrix("ops", "Attention calls", content.ops, content),
+    lambda content: _matrix("ops", "Attention calls", content.calls, content),
     lambda content: _matrix("models", "Whole models", content.models, content),
     bounds,
     kernels,
     section("schedules", "Schedules", "tables", lambda content: _scheduled(content.records), SCHEDULED),
-    lambda content: program_table.programs(group(content.ops), targets=True),
-    section("reasons", "Reasons", "items", lambda content: _reasons(content.numbers)),
+    lambda content: program_table.programs(group(content.calls), targets=True),
+    section(
+        "reasons", "Reasons", "items", lambda x: [f"**{number}** {escape(text)}" for text, number in x.numbers.items()]
+    ),
     every_cell,
     section("environment", "Environment", "tables", lambda content: environment.environment_table(content.records)),
     section("method", "How this was made", "items", lambda _: METHOD),

@@ -14,6 +14,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from attnsuite.suite import typed
+from attnsuite.suite.errors import as_input
 from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase, ConformanceFacts, answer_of
 from attnsuite.suite.record import Record
 from attnsuite.testing.problems import CASES
@@ -100,7 +101,7 @@ def answers(records: Sequence[Record], form: Form) -> Iterator[str]:
 
 def reproducer(record: Record) -> list[str]:
     """Lines for a shell that judge the same problem, or ask for the same verdict, again."""
-    case, mode = typed.convert(record.problem, ConformanceCase), record.mode or "native"
+    case, mode = _case(record), record.mode or "native"
     number, seed = case.number, case.seed
     drawn = "" if seed is None else f", seed={seed}"
     in_dtype = "" if case.dtype is None else f", dtype={case.dtype!r}"
@@ -173,6 +174,12 @@ def _written(records: Sequence[Record], form: Form) -> str:
     return "\n".join(line for section in SECTIONS for line in section(records, form)) + "\n"
 
 
+def _case(record: Record) -> ConformanceCase:
+    """The case that was judged. Raises InputError for what is none."""
+    with as_input(f"{record.key} has a problem that attnsuite judge does not write: ", "."):
+        return typed.convert(record.problem, ConformanceCase)
+
+
 def _by_backend(records: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
     records = tuple(records)
     for name in dict.fromkeys(record.requested for record in records):
@@ -220,7 +227,7 @@ def _largest(group: Sequence[Record]) -> str:
     """How large the problems are that are right: at other sizes nothing was asked."""
     found = []
     for record in filter(_is_right, _problems(group)):
-        case = CASES.get(typed.convert(record.problem, ConformanceCase).problem)
+        case = CASES.get(_case(record).problem)
         named = () if case is None else zip(_SIZES, (case.sizes[place] for place in (1, 2, 3, 5)), strict=True)
         drawn = re.findall(rf"'({'|'.join(_SIZES)})': ([0-9]+)", record.facts.drawn or "")
         found.append({name: int(size) for name, size in (*named, *drawn)})

@@ -24,9 +24,8 @@ from .. import (
     winners,
 )
 from ..cells import Cell, Group, cells_of, group
-from ..extension import pages
 from ..formatting import code, escape, plural
-from ..page import Page, Section, reproduce_section, section
+from ..page import Page, Section, pages, reproduce_section, section
 from ..read import Run
 
 METHOD = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from attnsuite.suite.choosing import expected_gain, winner
 from attnsuite.suite.compile.occupancy import WARPS, occupancy
 from attnsuite.suite.kinds.tuning_case import Trial
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import scheduled_bundles
-from attnsuite.suite.tuned import expected_gain, winner
 
 from ..environment import date_of, device_of, versions_of
 from ..formatting import Value, code, escape, estimate, number

@@ -27,12 +27,12 @@ Attend = Callable[[Any, Any, Any], Any]
 def by_hand(case: OpCase, backend: str, target: Target) -> Program | None:
     """The program of the case by the library's own call, with the arrays of the backend's program.
 
-    None for a backend without a library behind it, and for a case whose layout holds arrays or whose query is one
-    token: the call would need a mask made by hand.
+    None for a backend without a library behind it, and for a case with a named mask, whose layout holds arrays or
+    whose query is one token: the call would need a mask made by hand.
     """
     spec = spec_of(case)
     make = BY_HAND.get(backend)
-    plain = case.documents == 1 and not case.is_decode and case.kv_layout == "NHD"
+    plain = case.documents == 1 and not (case.mask or case.is_decode) and case.kv_layout == "NHD"
     attend = make(spec, target) if make is not None and plain else None
     if attend is None:
         return None

@@ -32,6 +32,7 @@ from attnsuite.backends.tunable import CompilesKernels, CountsWork, KernelBuild
 from ..cell import Case, Outcome
 from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.model_case import ModelCase
+from ..kinds.tuning_case import Trial
 from ..measure import lint
 from ..measure.program import Program
 from ..record import ProgramText
@@ -39,7 +40,7 @@ from ..user_function import is_raised_by_user, is_reference, register_functions
 from . import slices, topologies
 from .by_hand import by_hand
 from .programs import attention_specs, model_program, op_program, resolutions, role_program
-from .tpu_schedules import scheduled
+from .schedules import scheduled
 
 NO_COMPILER = "there is no compiler for this device here."
 # XLA then rejects a GPU program whose kernels spill registers into memory, and says so. It reports no other facts.
@@ -171,17 +172,15 @@ def compile_program(
     )
 
 
-def compile_kernels(
-    backend: CompilesKernels, spec: AttentionSpec, target: Target, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The facts of a :class:`attnsuite.suite.kinds.tuning_case.Trial` about kernels that are compiled outside XLA."""
+def compile_kernels(backend: CompilesKernels, spec: AttentionSpec, target: Target, options: Mapping[str, Any]) -> Trial:
+    """A trial of options whose kernels are compiled outside XLA."""
     try:
         builds = backend.compile_kernels(spec, target, options)
     except Exception as error:  # noqa: BLE001 (a candidate that cannot be compiled is a result)
-        return {"options": dict(options), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    errors = [f"{build.name}: {build.error}" for build in builds if build.error]
-    kernels = list(map(dataclasses.asdict, builds))
-    return {"options": dict(options), "error": errors[0] if errors else None, "kernels": kernels}
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Trial(options=dict(options), error=reason)
+    errors = (f"{build.name}: {build.error}" for build in builds if build.error)
+    return Trial(options=dict(options), error=next(errors, None), kernels=builds)
 
 
 def compile_candidate(
@@ -191,8 +190,8 @@ def compile_candidate(
     options: Mapping[str, Any],
     fixed: Mapping[str, Any],
     dump: Path | None = None,
-) -> dict[str, Any]:
-    """In a process for ``target``: the facts of a Trial about ``options`` beside the ``fixed`` ones. Nothing is run.
+) -> Trial:
+    """In a process for ``target``: a trial of ``options`` beside the ``fixed`` ones. Nothing is run.
 
     ``dump`` is the folder into which the compiler of a TPU writes schedules.
     """
@@ -200,7 +199,7 @@ def compile_candidate(
     try:
         counted = backend.work(spec, target, whole) if isinstance(backend, CountsWork) else None
         if reasons := support(backend, spec, target, "compile", whole).reasons:
-            return {"options": dict(options), "error": " ".join(reasons)}
+            return Trial(options=dict(options), error=" ".join(reasons))
         program = op_program(case, backend, target, whole)
 
         def judged() -> Outcome:
@@ -208,10 +207,8 @@ def compile_candidate(
 
         verdict = judged() if dump is None else scheduled(dump, judged)
     except Exception as error:  # noqa: BLE001 (as above)
-        return {"options": dict(options), "error": rejected(error).error}
-    work = None if counted is None else dataclasses.asdict(counted)
-    counts = [dataclasses.asdict(each) for each in verdict.schedules]
-    return {"options": dict(options), "error": verdict.error, "work": work, "schedules": counts}
+        return Trial(options=dict(options), error=rejected(error).error)
+    return Trial(options=dict(options), error=verdict.error, work=counted, schedules=verdict.schedules)
 
 
 def _text(compiled: Any, spec: AttentionSpec) -> ProgramText:

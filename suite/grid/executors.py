@@ -154,11 +154,6 @@ def refused(cell: Cell, context: RunContext) -> Record:
     )
 
 
-def is_measured(cell: Cell) -> bool:
-    """Whether a cell is measured: what was named runs. Nothing is measured under another name in its place."""
-    return cell.mode is not None and cell.mode != "fallback"
-
-
 def _variables(cell: Cell, references: References) -> Mapping[str, str]:
     """Environment variables of a cell's process: the number of CPU devices for JAX, a library to preload for a peer."""
     devices = {} if cell.devices == 1 else {"JAX_NUM_CPU_DEVICES": str(cell.devices)}
@@ -198,16 +193,12 @@ def _share(cells: Sequence[Cell]) -> bool:
 def _started(
     cells: Sequence[Cell], references: References, limits: Limits, stack: contextlib.ExitStack
 ) -> list[Running]:
-    """The cells, each with its process or its part of the one that they share."""
+    """The cells, each with its process or its part of the one that they share; confined with a file of the user."""
     if not _share(cells):
-        return [Running(cell, stack.enter_context(_start(cell, references, limits))) for cell in cells]
+        starts = (Worker(limits.memory, _variables(cell, references), files_of([cell.row])) for cell in cells)
+        return [Running(cell, stack.enter_context(worker)) for cell, worker in zip(cells, starts, strict=True)]
     process = stack.enter_context(Worker(limits.memory, code=files_of(cell.row for cell in cells)))
     return [Running(cell, Turn(process, cell.key)) for cell in cells]
-
-
-def _start(cell: Cell, references: References, limits: Limits) -> Worker:
-    """The process of a cell, confined where it loads a file of the user."""
-    return Worker(limits.memory, _variables(cell, references), files_of([cell.row]))
 
 
 def _reference(

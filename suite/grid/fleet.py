@@ -23,7 +23,7 @@ from ..errors import CellFailure, InputError
 from ..flag_values import names_of
 from ..measure import environment as here
 from ..record import MACHINE_KIND, Environment, Record
-from .executors import is_measured, refused
+from .executors import refused
 from .grid import Grid, GridWatcher
 from .node import Doing, Node, Warned
 from .running import Running
@@ -304,7 +304,7 @@ class Fleet:
         """The record of a cell whose case no node survived."""
         environment = self._first[0] if self._first else Environment()
         context = self._grid.context(environment, self._watcher)
-        if not is_measured(cell):
+        if not cell.is_measured:
             return refused(cell, context)
         reason = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
         return Running(cell).failed(context, CellFailure("crashed", reason))

@@ -14,8 +14,8 @@ from .. import typed
 from ..cell import Case
 from ..errors import CellFailure
 from ..kinds import kind_of, problem_of
-from ..measure.fresh import Draw
 from ..measure.memory import machine_bytes
+from ..measure.program import Draw
 from ..record import TensorError
 from . import folders, work
 from .process import Worker

@@ -33,9 +33,8 @@ from ..typed import Scalar
 from ..user_function import digests, files_of, is_reference, known_row
 from . import work
 from .call import decode
-from .executors import in_turns, is_measured, one_after_another, refused
+from .executors import in_turns, one_after_another, refused
 from .grid import Grid
-from .probe import find_cells
 from .process import Worker
 from .references import References
 from .running import Limits, RunContext, Watcher
@@ -261,7 +260,7 @@ def checked_text(text: TextFile) -> TextFile:
 
 def group_records(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
     """The records of the cells of one case, or of several cases whose cells share a process."""
-    running = [cell for cell in cells if is_measured(cell)]
+    running = [cell for cell in cells if cell.is_measured]
     yield from (refused(cell, context) for cell in cells if cell not in running)
     if running and kind_of(running[0].kind).shares_process:
         yield from one_after_another(running, references, context)
@@ -279,7 +278,7 @@ def probe(request: RunGrid) -> tuple[Environment, list[Cell]]:
     with Worker(machine_bytes(), code=files_of(request.backends)) as worker:
         try:
             answer = worker.ask(
-                _PROBE_SECONDS, find_cells, request.backends, request.cases, request.text, request.all_cores
+                _PROBE_SECONDS, work.find_cells, request.backends, request.cases, request.text, request.all_cores
             )
         except CellFailure as failure:
             if functions := ", ".join(filter(is_reference, request.backends)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import re
 import secrets
 import time
 import uuid
@@ -24,6 +25,7 @@ from ..cell import Cell, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import checked, kind_of, problem_of
 from ..measure import plausible, tensor_errors
+from ..measure import profile as measured_profile
 from ..measure.speed import Sampling
 from ..plain_function import explained
 from ..record import Environment, Measured, Record, RecordError
@@ -267,13 +269,13 @@ def profile(each: Running, context: RunContext) -> None:
         return
     context.watcher.doing(each.cell.case.name, each.cell.row, "profiling")
     devices = "" if each.cell.devices == 1 else f"-{each.cell.devices}-devices"
-    name = f"{each.cell.case.name}-{each.cell.row}{devices}"
+    row = re.sub(r"[^A-Za-z0-9._-]+", "-", each.cell.row)  # of a file's function, its path
+    name, raw = f"{each.cell.case.name}-{row}{devices}", each.worker.folder / uuid.uuid4().hex
     try:
-        folder = context.profile.resolve()
-        answer = each.worker.ask(context.limits.seconds, work.profiled, each.cell.key, folder, name)
-        warnings = answered(answer, tuple[str, ...])
-    except CellFailure as failure:
-        warnings = [f"{name} was not profiled: {failure}"]
+        each.worker.ask(context.limits.seconds, work.profiled, each.cell.key, raw)
+        warnings = measured_profile.keep(raw, context.profile, name)
+    except (CellFailure, OSError) as failure:
+        warnings = (f"{name} was not profiled: {failure}",)
     for sentence in warnings:
         context.watcher.warn(sentence)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,46 @@ import psutil
 from attnsuite.backends import Target, registry
 from attnsuite.models import TextFile
 
-from ..cell import Case, Cell, Means, Prepared, Process
-from ..errors import CellFailure
+from ..cell import Case, Cell, Means, Prepared, Process, Request
+from ..errors import CellFailure, InputError
 from ..kinds import kind_of
-from ..measure import accelerator, arrays, machine, memory, placement, speed
-from ..measure.fresh import Draw
-from ..measure.profile import profile
+from ..measure import accelerator, arrays, environment, machine, memory, placement, profile, speed
+from ..measure.program import Draw
 from ..record import Machine, TensorError
 from ..subprocess_function import register_in_subprocess, subprocess_function_of
-from ..user_function import files_of, is_reference, register_functions
+from ..user_function import files_of, is_reference, load, register_functions
 from .process import Worker
 
 UNCONFINED = "this system cannot confine a process: the function could read and write what its user can."
 _APART_SECONDS = 600.0  # the cell's own limit is shorter
 is_confined = False  # set when the process starts
 _PREPARED: dict[str, Prepared] = {}
+
+
+def find_cells(
+    rows: tuple[str, ...], cases: tuple[Case, ...], text: TextFile | None = None, all_cores: bool = False
+) -> dict[str, Any]:
+    """In a process of its own: the environment, and every cell of the rows. Raises InputError for what cannot run."""
+    request = Request(rows=rows, cases=cases, text=text, all_cores=all_cores)
+    register_functions(request.rows)
+    cells = [cell for case in request.cases for cell in kind_of(case.kind).cells(case, request)]
+    for reference in filter(is_reference, request.rows):
+        _check_runnable(reference, [cell for cell in cells if cell.row == reference])
+    return {"environment": environment.describe(), "cells": cells}
+
+
+def _check_runnable(reference: str, cells: Sequence[Cell]) -> None:
+    """Raise InputError, before anything is measured, if a user's function can run in none of the cases."""
+    if any(cell.is_measured for cell in cells):
+        return
+    reasons = [reason for cell in cells for reason in cell.reasons if reason.startswith(reference)]
+    found = load(reference)[1]
+    why = found if found.startswith("It raised") else f"{' '.join(reasons[:1]) or 'they are not about it.'} {found}"
+    raise InputError(
+        f"{reference} can run in none of the {len(cells)} cases: {why} Say more with backends.from_function(f, "
+        "takes=...), or take cases that it can run: attnsuite run --cases, or a suite of your own "
+        "(docs/reference/suite-files.md)."
+    )
 
 
 def prepare(
@@ -118,9 +144,9 @@ def saved_outputs(key: str, path: Path) -> int:
     return prepared.timed.call
 
 
-def profiled(key: str, folder: Path, name: str) -> tuple[str, ...]:
-    """Profile one sample; returns what was not kept."""
-    return profile(lambda: sample(key, 0)["seconds"], folder, name)
+def profiled(key: str, raw: Path) -> None:
+    """Profile one sample into this process's own folder: it may be confined to that."""
+    profile.trace(lambda: sample(key, 0), raw)
 
 
 def forget(key: str) -> None:

@@ -25,8 +25,7 @@ from .. import peers, typed
 from ..cell import Cell, Means, Outcome, Prepared, Request
 from ..errors import CellFailure
 from ..measure import execution
-from ..measure.fresh import Draw
-from ..measure.program import Program, named_outputs, with_gradients
+from ..measure.program import Draw, Program, named_outputs, with_gradients
 from ..measure.tensor_errors import judge_outputs, judge_tensors, save_reference
 from ..record import TensorError
 from . import parts

@@ -24,8 +24,7 @@ from attnsuite.models import TextFile
 
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import execution
-from ..measure.fresh import Draw, renewed
-from ..measure.program import Program
+from ..measure.program import Draw, Program, renewed
 from ..measure.tensor_errors import save_reference
 from ..record import TensorError
 from ..typed import Count

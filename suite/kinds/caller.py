@@ -36,8 +36,7 @@ from attnsuite.models import TextFile
 from ..cell import Cell, Means, Prepared, Request
 from ..errors import InputError
 from ..measure import execution
-from ..measure.fresh import Draw, renewed
-from ..measure.program import Program, named_outputs, with_gradients
+from ..measure.program import Draw, Program, named_outputs, renewed, with_gradients
 from ..measure.tensor_errors import judge_tensors, save_reference
 from ..typed import Count, Seed
 from .kind import SHORT_DTYPE, Dtype, Kind, cell, check_fields, name_case, of_backends

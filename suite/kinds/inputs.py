@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from attnsuite.backends import Layout
 
-from ..measure.fresh import Draw, renewed
+from ..measure.program import Draw, renewed
 from .formulas import document_ids
 from .op_case import Call, OpCase
 

@@ -19,7 +19,7 @@ from ..errors import InputError, as_input
 from ..measure.tensor_errors import judge_outputs
 
 if TYPE_CHECKING:
-    from ..measure.fresh import Draw
+    from ..measure.program import Draw
     from ..record import Record, TensorError
 
 Dtype = Literal["float32", "bfloat16", "float16"]

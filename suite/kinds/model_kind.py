@@ -22,7 +22,7 @@ from attnsuite.models.planning import attention_spec
 from .. import peers
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import execution
-from ..measure.fresh import Draw
+from ..measure.program import Draw
 from ..measure.tensor_errors import as_model_error
 from ..record import TensorError
 from .kind import Kind, of_backends, of_peers

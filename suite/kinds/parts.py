@@ -17,8 +17,7 @@ import numpy as np
 
 from attnsuite.backends import AttentionSpec, Layout, Target, oracle, plan, registry
 
-from ..measure.fresh import Draw
-from ..measure.program import named_outputs, with_gradients
+from ..measure.program import Draw, named_outputs, with_gradients
 from .inputs import Inputs, make_inputs
 from .op_case import OpCase, spec_of
 

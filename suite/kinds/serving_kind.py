@@ -14,7 +14,7 @@ from .kind import Kind, of_backends
 from .serving_case import ServingCase
 
 if TYPE_CHECKING:
-    from ..measure.fresh import Draw
+    from ..measure.program import Draw
 
 
 class Serving(Kind):

@@ -33,9 +33,13 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Every candidate, the defaults first."""
+    """Every candidate, the defaults first. Raises ValueError where there is none."""
 
     tried: tuple[Trial, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tried:
+            raise ValueError("facts.tried = [] holds no candidate; the defaults are always one")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class Tuning(Kind):
 
     def call(self, problem: Mapping[str, Any]) -> OpCase:
         """The attention call of such a problem. Raises InputError."""
-        case = make_case({name: value for name, value in problem.items() if name != "op"} | {"kind": problem["op"]})
+        case = make_case({name: value for name, value in problem.items() if name != "op"} | {"kind": problem.get("op")})
         if not isinstance(case, OpCase):
             raise InputError(f"{case.name} is no attention call; only those are tuned.")
         return case

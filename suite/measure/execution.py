@@ -12,8 +12,7 @@ from attnsuite.backends import AttentionSpec, Target
 from ..cell import Means, Outcome
 from ..errors import CellFailure
 from . import in_flight, lint, memory, speed
-from .fresh import Draw, renewer
-from .program import Program
+from .program import Draw, Program, renewer
 
 _HELD = 2**29  # bytes that compiling and importing may leave in a process
 _GIVEN_BACK = 2**25  # bytes: glibc gives an array of so many back to the system at once (mallopt(3), M_MMAP_THRESHOLD)

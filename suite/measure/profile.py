@@ -8,10 +8,9 @@ in no time of a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,25 +25,35 @@ _LINES = (("/device:TPU:0", _MODULES), ("/device:GPU:0", "Stream #"), ("/host:CP
 _NO_WORK = ("ThreadpoolListener", "ThunkExecutor", "SlinkyThreadPool", "end: ")  # marks and waits of XLA on a CPU
 
 
-def profile(take_sample: Callable[[], float], folder: Path, name: str) -> tuple[str, ...]:
-    """Take one sample under JAX's profiler. Returns what was not kept, as sentences. Raises OSError.
+def trace(run: Callable[[], object], raw: Path) -> None:
+    """Run under JAX's profiler, which writes into ``raw``."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the calls of this package are not what is asked about, and fill the file
+    jax.profiler.start_trace(str(raw), profiler_options=options)
+    try:
+        run()
+    finally:
+        jax.profiler.stop_trace()
 
-    Writes ``NAME.trace.json.gz`` for Perfetto into ``folder``, and ``plugins/profile/NAME/NAME.xplane.pb``, where XProf
-    looks for a run of that name. Earlier files of these names are replaced; a file above :data:`LARGEST` is not kept.
+
+def keep(raw: Path, folder: Path, name: str) -> tuple[str, ...]:
+    """Move what :func:`trace` wrote into ``folder``. Returns what was not kept, as sentences. Raises OSError.
+
+    ``NAME.trace.json.gz`` is for Perfetto, and ``plugins/profile/NAME/NAME.xplane.pb`` lies where XProf looks for a run
+    of that name. Earlier files of these names are replaced; a file above :data:`LARGEST` is not kept.
     """
-    with _session(take_sample) as raw:
-        refused: list[str] = []
-        for pattern, target in (
-            ("*.trace.json.gz", folder / f"{name}.trace.json.gz"),
-            ("*.xplane.pb", folder / "plugins" / "profile" / name / f"{name}.xplane.pb"),
-        ):
-            for found in raw.rglob(pattern):
-                if (size := found.stat().st_size) > LARGEST:
-                    refused.append(f"{target.name} is {size / 2**20:.0f} MiB, above {LARGEST // 2**20}: not kept.")
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(found, target)
-        return tuple(refused)
+    refused: list[str] = []
+    for pattern, target in (
+        ("*.trace.json.gz", folder / f"{name}.trace.json.gz"),
+        ("*.xplane.pb", folder / "plugins" / "profile" / name / f"{name}.xplane.pb"),
+    ):
+        for found in (path for path in raw.rglob(pattern) if path.is_file() and not path.is_symlink()):
+            if (size := found.stat().st_size) > LARGEST:
+                refused.append(f"{target.name} is {size / 2**20:.0f} MiB, above {LARGEST // 2**20}: not kept.")
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(found, target)
+    return tuple(refused)
 
 
 def call_times(run: Callable[[], None], calls: int) -> tuple[float, ...]:
@@ -52,8 +61,9 @@ def call_times(run: Callable[[], None], calls: int) -> tuple[float, ...]:
 
     Nothing else may run. Raises CellFailure where the profile cannot be divided into so many equal calls.
     """
-    with _session(run) as raw:
-        files = list(raw.rglob("*.xplane.pb"))
+    with tempfile.TemporaryDirectory() as raw:
+        trace(run, Path(raw))
+        files = list(Path(raw).rglob("*.xplane.pb"))
         if len(files) != 1:
             raise CellFailure("crashed", f"JAX's profiler wrote {len(files)} profiles instead of one.")
         return read_call_times(files[0].read_bytes(), calls)
@@ -84,17 +94,3 @@ def _union(spans: list[tuple[float, float]]) -> float:
         length += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return length
-
-
-@contextlib.contextmanager
-def _session(run: Callable[[], object]) -> Iterator[Path]:
-    """The directory with what JAX's profiler wrote of ``run``."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the calls of this package are not what is asked about, and fill the file
-    with tempfile.TemporaryDirectory() as raw:
-        jax.profiler.start_trace(raw, profiler_options=options)
-        try:
-            run()
-        finally:
-            jax.profiler.stop_trace()
-        yield Path(raw)

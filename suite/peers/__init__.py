@@ -16,20 +16,12 @@ from pathlib import Path
 from attnsuite.backends.devices import cpu_name
 
 from ..cell import Case
-from ..measure.fresh import Draw
-from ..measure.program import Program
+from ..measure.program import Draw, Program
 from . import mkl
 
 _MASKS = frozenset({"window_size", "documents"})
-# Fields by which a case asks for more than causal attention, with the value that asks for nothing.
-_NEUTRAL = {
-    "window_size": None,
-    "chunk_size": None,
-    "soft_cap": None,
-    "documents": 1,
-    "value_head_dim": None,
-    "ragged": False,
-}
+# Fields by which a case asks for more than causal attention; their defaults ask for nothing.
+_OPTIONS = ("window_size", "chunk_size", "mask", "soft_cap", "documents", "value_head_dim", "ragged")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,11 +63,11 @@ def refusals(name: str, case: Case) -> tuple[str, ...]:
     fields = dataclasses.asdict(case)  # pyright: ignore[reportArgumentType]  (every case is a dataclass)
     takes = "prompts of one length" if "ragged" in fields else "causal and full attention"
     takes += f" and {', '.join(sorted(peer.masks))}" if peer.masks else ""
-    for option, neutral in _NEUTRAL.items():
-        value = fields.get(option, neutral)
-        same = option == "value_head_dim" and value == fields.get("head_dim")
-        if value != neutral and not same and option not in peer.masks:
-            reasons.append(f"{name}: {option}={value} is outside of what is compared with it; it takes {takes}.")
+    for field in dataclasses.fields(case):  # pyright: ignore[reportArgumentType]
+        value = fields[field.name]
+        same = field.name == "value_head_dim" and value == fields.get("head_dim")
+        if field.name in _OPTIONS and value != field.default and not same and field.name not in peer.masks:
+            reasons.append(f"{name}: {field.name}={value} is outside of what is compared with it; it takes {takes}.")
     # The peers count the positions of queries from 0: a decode step's window would lie at the first key.
     if "window_size" in peer.masks and fields["window_size"] is not None and case.is_decode:  # pyright: ignore[reportAttributeAccessIssue]
         reasons.append(f"{name}: window_size={fields['window_size']} is compared in forward and backward passes alone.")

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from ..kinds.formulas import document_ids
 from ..kinds.inputs import make_inputs
 from ..kinds.op_case import OpCase, spec_of
-from ..measure.fresh import Draw
-from ..measure.program import Program, with_gradients
+from ..measure.program import Draw, Program, with_gradients
 
 
 def jax_nn(case: OpCase, draw: Draw | None = None) -> Program:

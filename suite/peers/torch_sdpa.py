@@ -13,8 +13,7 @@ from attnsuite.backends.contract import may_attend
 
 from ..kinds.attention_call import OpCase, spec_of
 from ..kinds.inputs import make_inputs
-from ..measure.fresh import Draw
-from ..measure.program import Program
+from ..measure.program import Draw, Program
 
 
 def program(case: OpCase, draw: Draw | None = None) -> Program:

@@ -35,7 +35,10 @@ def run(command: Convert) -> int:
     from attnsuite import models
     from attnsuite.models.parameters import count_parameters
 
-    output = command.output or command.input.resolve().with_name(command.input.resolve().name + "-converted")
+    source = command.input.resolve()
+    if command.output is None and not source.name:
+        raise InputError(f"--input {command.input} has no name that -converted could stand behind; give --output.")
+    output = command.output or source.with_name(source.name + "-converted")
     with as_input():
         overrides = {}
         if command.preset is not None:

@@ -49,8 +49,7 @@ def run(command: Perplexity) -> int:
     """Measure, print, and write the record."""
     from ..flag_values import parse_options
     from ..grid.run_grid import checked_text
-    from ..layerwise_perplexity import StreamRequest
-    from ..layerwise_perplexity import run as run_request
+    from ..layerwise_perplexity import run as measured
     from ..store import RECORDS
 
     for name, value, least in (("--seq-len", command.seq_len, 2), ("--sequences", command.sequences, 1)):
@@ -59,14 +58,8 @@ def run(command: Perplexity) -> int:
     if command.random_tokens and command.text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
     text = text_of(command)
-    names = ("model", "random_tokens", "seq_len", "sequences", "batch", "backend", "dtype", "against")
-    request = StreamRequest(
-        **{name: getattr(command, name) for name in names},
-        text=None if text is None else checked_text(text),
-        options=parse_options(command.options),
-        flags=added(command, Perplexity),
-        out=directory(command.out, "perplexity"),
-    )
-    record, lines = run_request(request)
-    print(*lines, f"record: {request.out / RECORDS}", sep="\n")
+    out, options = directory(command.out, "perplexity"), parse_options(command.options)
+    checked = None if text is None else checked_text(text)
+    record, lines = measured(command, checked, options, added(command, Perplexity), out)
+    print(*lines, f"record: {out / RECORDS}", sep="\n")
     return NO_RESULT if record.status == "wrong" else 0

@@ -6,14 +6,12 @@ from attnsuite.models import ModelConfig
 from attnsuite.reports.cells import group
 from attnsuite.reports.kascade.guide import figures
 from attnsuite.suite.kinds import problem_of
-from attnsuite.suite.kinds.kascade.guide_suite import NAME, guide_cases
+from attnsuite.suite.kinds.kascade.extension import MODEL_SUITE, model_cases
 from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.record import TensorError
 
-CASES = {
-    case.name: case
-    for case in guide_cases(ModelConfig.from_preset("tiny"), {"model": "text", "sequence": 512, "sequences": 12})
-}
+SHARED = {"model": "text", "sequence": 512, "sequences": 12}
+CASES = {case.name: case for case in model_cases(ModelConfig.from_preset("tiny"), SHARED, MODEL_SUITE)}
 DENSE = tuple(1.4 + 0.01 * i for i in range(12))
 
 
@@ -24,7 +22,7 @@ def rows(record):
     def make(lost=0.02, control=0.1, seconds=0.05, random=0.5, without=None):
         def cell(case, row, **fields):
             exact = row == "dense"
-            return record(row, resolved="chunked" if exact else "kascade", suite=NAME, case=case, exact=exact,
+            return record(row, resolved="chunked" if exact else "kascade", suite=MODEL_SUITE, case=case, exact=exact,
                           kind=CASES[case].kind, problem=problem_of(CASES[case]), **fields)  # fmt: skip
 
         records = []
@@ -45,7 +43,7 @@ def rows(record):
         records.append(cell("guide-stack-512", "kascade_pallas", accuracy={"out": error}, **blocks))
         case = ModelCase(kind="model_prefill", model="text", sequence=512)
         for row, time in (("standard", 0.2), ("flash_cpu", 0.1), ("kascade", 0.3)):
-            records.append(record(row, suite=NAME, case="prefill", kind=case.kind, problem=problem_of(case),
+            records.append(record(row, suite=MODEL_SUITE, case="prefill", kind=case.kind, problem=problem_of(case),
                                   exact=row != "kascade", samples=(time,) * 7))  # fmt: skip
         found = figures(group(records))
         return {row["figure"]: row["here"] for row in found.rows}

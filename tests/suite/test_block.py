@@ -11,7 +11,7 @@ from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import block, make_case
 from attnsuite.suite.kinds.block import BLOCK, BlockCase
-from attnsuite.suite.measure.fresh import Draw
+from attnsuite.suite.measure.program import Draw
 from attnsuite.suite.measure.tensor_errors import judged
 
 DRAW = Draw(7)

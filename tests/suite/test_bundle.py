@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 
 from attnsuite.suite import bundle
-from attnsuite.suite.bundle import HEAD, LOG, pack, verified
-from attnsuite.suite.contradictions import contradictions
+from attnsuite.suite.bundle import HEAD, LOG, contradictions, pack, verified
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from command import code_of

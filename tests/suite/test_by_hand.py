@@ -62,6 +62,7 @@ def test_a_case_that_the_library_cannot_say_has_no_program_by_hand():
     target = Target.here()
     assert by_hand(OpCase(kind="op_forward", sequence=64, documents=2), "standard", target) is None
     assert by_hand(OpCase(kind="op_forward", sequence=64, soft_cap=3.0), "standard", target) is None
+    assert by_hand(OpCase(kind="op_forward", sequence=64, mask="causal | prefix(8)"), "standard", target) is None
     assert by_hand(OpCase(kind="op_forward", sequence=64), "chunked", target) is None
     assert by_hand(OpCase(kind="op_forward", sequence=64), "pallas_flash", Target("cuda", "h100")) is None
     assert set(BY_HAND) <= set(registry.names())

@@ -13,7 +13,7 @@ import pytest
 from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import caller, kind_of, make_case
-from attnsuite.suite.measure.fresh import Draw
+from attnsuite.suite.measure.program import Draw
 from attnsuite.suite.reportable import standard_of
 from landing import swept
 

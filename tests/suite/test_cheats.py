@@ -23,7 +23,7 @@ from attnsuite.suite.kinds import kind_of, parts
 from attnsuite.suite.kinds.inputs import make_inputs
 from attnsuite.suite.kinds.op_case import OpCase, spec_of
 from attnsuite.suite.measure import arrays, plausible
-from attnsuite.suite.measure.fresh import Draw, renewed
+from attnsuite.suite.measure.program import Draw, renewed
 from attnsuite.suite.record import Machine
 from attnsuite.suite.subprocess_function import found_out
 from landing import swept

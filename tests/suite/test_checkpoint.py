@@ -26,7 +26,7 @@ from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
 from attnsuite.suite import model_suite
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.probe import find_cells
+from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program, model_quality
 from attnsuite.suite.kinds.kascade import calibration_run, dense
 from attnsuite.suite.kinds.kascade.case_flags import applied

@@ -14,7 +14,7 @@ import pytest
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.kascade import manual
 from attnsuite.suite import model_suite
-from attnsuite.suite.grid.probe import find_cells
+from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
 from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_case

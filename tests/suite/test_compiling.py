@@ -10,7 +10,7 @@ import pytest
 import compilers
 from attnsuite.backends import Target
 from attnsuite.suite.cell import Outcome
-from attnsuite.suite.compile import launches, topologies, tpu_schedules
+from attnsuite.suite.compile import schedules, topologies
 from attnsuite.suite.compile.compilation import compiled
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import answered
@@ -279,7 +279,7 @@ class TestOwnCommand:
 
     def test_schedule_is_read_from_what_the_compiler_writes(self, tmp_path):
         case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=128, dtype="bfloat16")
-        with Worker(2**33, topologies.ENVIRONMENT | tpu_schedules.variables(tmp_path)) as worker:
+        with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path)) as worker:
             answer = answered(worker.ask(300, compiled, case, "splash", Target.named("v5e"), tmp_path), Outcome)
         assert (answer.status, answer.notes) == ("ok", ())
         (found,) = answer.schedules
@@ -291,12 +291,12 @@ class TestOwnCommand:
 
     def test_launches_are_read_from_what_xla_writes_for_a_gpu(self, tmp_path):
         case = OpCase(kind="op_forward", sequence=256, heads=2, kv_heads=2, head_dim=64, batch=3, dtype="bfloat16")
-        with Worker(2**33, topologies.ENVIRONMENT | tpu_schedules.variables(tmp_path, "cuda")) as worker:
+        with Worker(2**33, topologies.ENVIRONMENT | schedules.variables(tmp_path, "cuda")) as worker:
             answer = answered(worker.ask(300, compiled, case, "pallas_flash", Target.named("h100"), tmp_path), Outcome)
         assert answer.status == "ok"
         (found,) = answer.kernels
         assert (found.name, found.configuration) == ("mha_forward", {"num_warps": 4})
         assert found.blocks == 3 * 2 * 2  # a block of 128 queries for each head of each sequence
         assert 64 * 128 * 2 < found.shared_bytes < 227 * 1024
-        assert answer.notes == (() if util.find_spec("triton") else (launches.NO_ASSEMBLER,))
+        assert answer.notes == (() if util.find_spec("triton") else (schedules.NO_ASSEMBLER,))
         assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,46 @@ def test_what_controls_a_terminal_is_spelled(run, example_record, capsys):
         assert not set(ESCAPE) & set(text) - set("[]2J0;gone31m")
     assert r"\x1b[2J" in told.err
     assert r"\x1b[2J" in pages
+
+
+@pytest.mark.parametrize(
+    ("verb", "changed", "sentence"),
+    [
+        ("compile", {"status": "unsupported", "reasons": ()}, ""),
+        ("judge", {"kind": "conformance", "problem": {}}, "has a problem that attnsuite judge does not write: name is"),
+        ("tune", {"kind": "tuning", "facts": {"tried": []}}, "holds no whole record"),
+        ("tune", {"kind": "tuning", "facts": {"tried": [{"options": {}}]}, "requested": "splash", "mode": "compile",
+                  "target": "tpu:v5p", "problem": {}}, "kind = nothing is not a kind of case"),
+    ],
+)  # fmt: skip
+def test_a_record_that_no_version_wrote_gives_a_page_or_a_sentence(
+    run, example_record, capsys, verb, changed, sentence
+):
+    facts = {"gradients": True, "share": None}
+    record = (
+        dataclasses.asdict(example_record) | {"facts": facts if verb == "judge" else None, "status": "ok"} | changed
+    )
+    (run / "records.jsonl").write_text(json.dumps(record) + "\n")
+    manifest = {
+        "verb": verb,
+        "suite": verb,
+        "target": "",
+        "versions": {},
+        "source": "",
+        "git_revision": None,
+        "flags": {},
+    }
+    (run / "run.json").write_text(json.dumps(manifest))
+    main_ends(["report", str(run)], 2 if sentence else 0)
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_manifest_whose_cases_have_no_names_is_refused_where_runs_are_put_together(run, tmp_path, capsys):
+    manifest = {"suite": "quick", "target": "", "versions": {}, "source": "", "git_revision": None, "flags": {}}
+    (run / "run.json").write_text(json.dumps({**manifest, "cases": [{}], "cells": 1}))
+    shutil.copytree(run, tmp_path / "other")
+    main_ends(["report", str(run), str(tmp_path / "other"), "--out", str(tmp_path / "whole")], 2)
+    assert "has a case without a name in run.json" in capsys.readouterr().err
 
 
 def test_a_cell_of_a_csv_file_is_no_formula(example_record):

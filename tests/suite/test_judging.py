@@ -21,9 +21,9 @@ from attnsuite.suite.cell import Outcome, Request
 from attnsuite.suite.compile.compilation import rejected
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import work
-from attnsuite.suite.grid.probe import find_cells
 from attnsuite.suite.grid.run_grid import new_request, resumed_request
 from attnsuite.suite.grid.running import Limits, record_of
+from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import conformance_case as conformance_kind
 from attnsuite.suite.kinds.attention_call import OpCase, spec_of
 from attnsuite.suite.kinds.conformance_case import TAKES, ConformanceCase

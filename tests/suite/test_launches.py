@@ -10,7 +10,7 @@ import pytest
 from attnsuite.backends import kvax
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.suite.cell import Outcome
-from attnsuite.suite.compile import launches, tpu_schedules
+from attnsuite.suite.compile import schedules
 
 HLO = """  %fusion.1 = bf16[8]{0} fusion(%p), calls=%fused
   %a.1 = bf16[8]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 8 : i32, ir = "ML\\EF, name = \\"no\\"", name = "attend", num_stages = 2 : i32, num_warps = 4 : i32}
@@ -65,7 +65,7 @@ def dump(folder, **changed):
     for name, text in (FILES | changed).items():
         if text is not None:
             (folder / name).write_text(text)
-    return launches.read(folder)
+    return schedules.read_launches(folder)
 
 
 def test_launches_of_pallas_kernels_have_blocks_warps_registers_and_memory(tmp_path, assembler):
@@ -87,7 +87,7 @@ def test_kernel_whose_own_name_ends_in_a_number_is_found(tmp_path, assembler):
 def test_older_xla_does_not_write_shared_memory(tmp_path, assembler):
     (found,), notes = dump(tmp_path, **{THUNKS_FILE: OLDER})
     assert (found.blocks, found.configuration, found.registers) == (128, {"num_warps": 4}, 169)
-    assert (found.shared_bytes, notes) == (None, (launches.NO_SHARED,))
+    assert (found.shared_bytes, notes) == (None, (schedules.NO_SHARED,))
 
 
 def test_without_triton_the_launch_is_known_and_the_note_says_what_to_install(tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_without_triton_the_launch_is_known_and_the_note_says_what_to_install(tm
     monkeypatch.setitem(sys.modules, "attnsuite.backends.kvax.build", None)
     (first, _), notes = dump(tmp_path)
     assert (first.blocks, first.shared_bytes, first.registers) == (128, 81920, None)
-    assert notes == (launches.NO_ASSEMBLER,)
+    assert notes == (schedules.NO_ASSEMBLER,)
 
 
 @pytest.mark.parametrize("text", [None, "", PTX.replace(".target", ".other"), PTX.replace("attend", "other")])
@@ -116,7 +116,7 @@ def test_code_that_the_assembler_refuses_is_a_sentence(tmp_path, assembler):
 
 def test_dump_of_a_gpu_is_read_where_its_flags_are_set(tmp_path, monkeypatch, assembler):
     monkeypatch.setenv("XLA_FLAGS", "--xla_own=1")
-    (flags,) = tpu_schedules.variables(tmp_path, "cuda").values()
+    (flags,) = schedules.variables(tmp_path, "cuda").values()
     assert flags == f"--xla_own=1 --xla_dump_to={tmp_path} --xla_dump_emitter_re=ptx"
     monkeypatch.setenv("XLA_FLAGS", flags)
 
@@ -124,7 +124,7 @@ def test_dump_of_a_gpu_is_read_where_its_flags_are_set(tmp_path, monkeypatch, as
         dump(tmp_path)
         return Outcome(kernels=(ATTEND,), notes=("a note",))
 
-    found = tpu_schedules.scheduled(tmp_path, work)
+    found = schedules.scheduled(tmp_path, work)
     assert (found.kernels[:2], len(found.kernels), found.notes) == ((ATTEND, ATTEND), 3, ("a note",))
-    assert tpu_schedules.scheduled(tmp_path, Outcome).notes == (launches.NO_KERNEL,)
-    assert tpu_schedules.scheduled(tmp_path, lambda: Outcome(kernels=(ATTEND,))) == Outcome(kernels=(ATTEND,))
+    assert schedules.scheduled(tmp_path, Outcome).notes == (schedules.NO_KERNEL,)
+    assert schedules.scheduled(tmp_path, lambda: Outcome(kernels=(ATTEND,))) == Outcome(kernels=(ATTEND,))

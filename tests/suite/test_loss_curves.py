@@ -15,7 +15,7 @@ from attnsuite.reports import ReportError
 from attnsuite.reports.pages.curves import page, verdicts
 from attnsuite.suite.cell import Request
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.grid.executors import is_measured, one_after_another, refused
+from attnsuite.suite.grid.executors import one_after_another, refused
 from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.running import Limits, Running
 from attnsuite.suite.kinds import curve_training, loss_curve_case
@@ -52,7 +52,7 @@ def trained(case, *rows):
         cells = LOSS_CURVE.cells(case, Request(rows=rows, cases=(case,)))
         return [
             Running(cell, outcome=LOSS_CURVE.prepare(cell, case, mock.Mock()).outcome).record(context())
-            if is_measured(cell)
+            if cell.is_measured
             else refused(cell, context())
             for cell in cells
         ]

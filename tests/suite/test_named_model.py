@@ -13,9 +13,8 @@ from attnsuite.backends import Target
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import shipped
 from attnsuite.suite import model_suite
-from attnsuite.suite.compile import compile_cache
 from attnsuite.suite.compile_request import compile_request
-from attnsuite.suite.compile_run import cell_of
+from attnsuite.suite.compile_run import cache_path, cell_of
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.model_case import ModelCase
@@ -72,7 +71,7 @@ def test_answer_of_a_compiler_is_not_that_for_a_directory_with_another_model(dir
     found = set()
     for theta in (10000.0, 20000.0):
         (tmp_path / "config.json").write_text(json.dumps(said | {"rope_theta": theta}))
-        found.add(compile_cache.path_of(tmp_path, cell_of(case, "standard", target), target, environment))
+        found.add(cache_path(tmp_path, cell_of(case, "standard", target), target, environment))
     assert len(found) == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from attnsuite.suite import peers
 from attnsuite.suite.grid import executors, running, work
-from attnsuite.suite.grid.probe import find_cells
+from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import ATTENTION, OpCase
 from attnsuite.suite.kinds.model_case import ModelCase
@@ -29,6 +29,7 @@ CASES = [
     OpCase(kind="op_forward", sequence=96, window_size=17),
     OpCase(kind="op_forward", sequence=96, window_size=17, causal=False),
     OpCase(kind="op_forward", sequence=96, documents=3),
+    OpCase(kind="op_forward", sequence=96, mask="causal | prefix(16)", causal=False),
 ]
 PAIRS = [(name, case) for name in PEERS for case in CASES if name in kind_of(case.kind).peers]
 

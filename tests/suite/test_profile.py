@@ -2,12 +2,16 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 
 from attnsuite.reports import timeline
+from attnsuite.suite.grid import running
+from attnsuite.suite.kinds.op_case import OpCase
 from attnsuite.suite.measure import profile
+from command import cell_of, context_of
 
 
 @jax.jit
@@ -21,7 +25,8 @@ def sample():
 
 
 def test_a_profile_holds_what_ran_where_perfetto_and_xprof_look_for_it(tmp_path):
-    assert profile.profile(sample, tmp_path, "a-cell") == ()
+    profile.trace(sample, tmp_path / "raw")
+    assert profile.keep(tmp_path / "raw", tmp_path, "a-cell") == ()
     events = json.loads(gzip.decompress((tmp_path / "a-cell.trace.json.gz").read_bytes()))["traceEvents"]
     assert any("doubled" in json.dumps(event) for event in events)
     assert (tmp_path / "plugins" / "profile" / "a-cell" / "a-cell.xplane.pb").stat().st_size > 0
@@ -29,10 +34,32 @@ def test_a_profile_holds_what_ran_where_perfetto_and_xprof_look_for_it(tmp_path)
 
 def test_a_file_above_the_limit_is_not_kept_and_a_sentence_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "LARGEST", 10)
-    told = profile.profile(sample, tmp_path, "a-cell")
+    profile.trace(sample, tmp_path / "raw")
+    told = profile.keep(tmp_path / "raw", tmp_path / "kept", "a-cell")
     assert len(told) == 2
     assert all("not kept" in sentence for sentence in told)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "kept").exists()
+
+
+def test_profile_of_a_users_function_is_taken_in_the_folder_of_its_process(tmp_path):
+    """It may be confined to that; the row is the path of a file, and a name has no folders."""
+
+    def ask(seconds, function, key, raw):
+        assert raw.parent == tmp_path / "its own"
+        profile.trace(sample, raw)
+
+    worker, folder = SimpleNamespace(ask=ask, folder=tmp_path / "its own"), tmp_path / "kept"
+    case = OpCase(kind="op_forward", sequence=64, name="a-case")
+    running.profile(running.Running(cell_of(case, "own/my.py:fn"), worker), context_of(profile=folder))
+    assert [path.name for path in folder.glob("*.gz")] == ["a-case-own-my.py-fn.trace.json.gz"]
+
+
+def test_nothing_is_kept_through_a_link(tmp_path):
+    """The folder is that of a function of the user."""
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.trace.json.gz").symlink_to("/etc/hostname")
+    assert profile.keep(tmp_path / "raw", tmp_path / "kept", "a-cell") == ()
+    assert not (tmp_path / "kept").exists()
 
 
 def write_trace(folder):

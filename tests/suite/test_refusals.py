@@ -194,6 +194,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--random", "9" * 12], "must be at most 100000; --first begins at a later one"),
     ],
     "convert": [
+        (["--input", "/"], "--input / has no name that -converted could stand behind; give --output."),
         (["--input", "nowhere"], "cannot be read"),
         (["--input", "in", "--output", "in"], "already exists and is not empty"),
         (["--input", "in", "--preset", "gigantic"], "preset 'gigantic' is not known; use one of"),

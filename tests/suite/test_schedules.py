@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attnsuite.suite.cell import Outcome
-from attnsuite.suite.compile import tpu_schedules
+from attnsuite.suite.compile import schedules
 from attnsuite.suite.record import Schedule
 
 # Seven bundles, of which the middle four are in the loop over the grid; one of these is empty.
@@ -60,7 +60,7 @@ def dump(folder, **changed):
     for name, text in (FILES | changed).items():
         if text is not None:
             (folder / name).write_text(text)
-    return tpu_schedules.read(folder)
+    return schedules.read(folder)
 
 
 def test_schedule_of_a_kernel_counts_the_bundles_of_a_step(tmp_path):
@@ -114,7 +114,7 @@ def test_program_without_a_kernel_and_compiler_that_writes_nothing_are_sentences
     )
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert tpu_schedules.read(empty) == ((), (tpu_schedules.NOTHING_WRITTEN,))
+    assert schedules.read(empty) == ((), (schedules.NOTHING_WRITTEN,))
 
 
 def test_dump_is_removed_and_one_that_is_too_large_is_not_read(tmp_path, monkeypatch):
@@ -124,16 +124,16 @@ def test_dump_is_removed_and_one_that_is_too_large_is_not_read(tmp_path, monkeyp
         return Outcome(notes=("a note",))
 
     (tmp_path / "12-old.1-02-final_bundles.txt").write_text("left behind")
-    assert tpu_schedules.scheduled(tmp_path, work) == Outcome(schedules=(SCHEDULE,), notes=("a note",))
+    assert schedules.scheduled(tmp_path, work) == Outcome(schedules=(SCHEDULE,), notes=("a note",))
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(tpu_schedules, "LIMIT", 1000)
-    found = tpu_schedules.scheduled(tmp_path, work)
-    assert (found.schedules, found.notes) == ((), ("a note", tpu_schedules.TOO_LARGE))
+    monkeypatch.setattr(schedules, "LIMIT", 1000)
+    found = schedules.scheduled(tmp_path, work)
+    assert (found.schedules, found.notes) == ((), ("a note", schedules.TOO_LARGE))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_dump_that_becomes_too_large_is_removed_while_the_compiler_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tpu_schedules, "LIMIT", 1000)
+    monkeypatch.setattr(schedules, "LIMIT", 1000)
 
     def work():
         dump(tmp_path)
@@ -143,15 +143,15 @@ def test_dump_that_becomes_too_large_is_removed_while_the_compiler_writes(tmp_pa
             time.sleep(0.05)
         return Outcome()
 
-    assert tpu_schedules.scheduled(tmp_path, work).notes == (tpu_schedules.TOO_LARGE,)
+    assert schedules.scheduled(tmp_path, work).notes == (schedules.TOO_LARGE,)
 
 
 def test_cell_that_was_rejected_has_no_schedule_and_no_note(tmp_path):
     outcome = Outcome(status="crashed", error="Bad lhs type")
-    assert tpu_schedules.scheduled(tmp_path, lambda: outcome) == outcome
+    assert schedules.scheduled(tmp_path, lambda: outcome) == outcome
 
 
 def test_arguments_of_the_user_for_the_compiler_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_own=1")
-    (value,) = tpu_schedules.variables(tmp_path).values()
+    (value,) = schedules.variables(tmp_path).values()
     assert value.startswith(f"--xla_own=1 --xla_mosaic_dump_to={tmp_path} ")

@@ -11,8 +11,7 @@ import pytest
 
 from attnsuite.backends import AttentionSpec, Layout, Target
 from attnsuite.backends.kascade import Settings, Tiling, manual
-from attnsuite.suite.kinds.kascade.controls import Watched
-from attnsuite.suite.kinds.kascade.shared import SCORES
+from attnsuite.suite.kinds.kascade.controls import SCORES, Watched
 
 HEADS, LENGTH, TILE = 4, 88, 4
 SETTINGS = Settings(top_k=0.5, min_keys=0, tile_size=TILE, query_tile=TILE)

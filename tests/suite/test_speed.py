@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from attnsuite.suite.cell import Means, Request
-from attnsuite.suite.grid.executors import is_measured
 from attnsuite.suite.grid.running import Running
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.attention_call import OpCase
@@ -81,7 +80,7 @@ def test_short_calls_are_repeated_within_a_sample():
 )
 def test_what_would_run_instead_is_not_measured(mode, resolved, expected):
     case = OpCase(kind="op_forward", sequence=8)
-    assert is_measured(cell_of(case, "asked", resolved=resolved, mode=mode)) is expected
+    assert cell_of(case, "asked", resolved=resolved, mode=mode).is_measured is expected
 
 
 def test_a_cell_with_too_few_samples_for_an_interval_says_so():
@@ -157,14 +156,14 @@ SHARED = """
 import jax
 from attnsuite.backends import Target, registry
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
-from attnsuite.suite.measure import fresh
+from attnsuite.suite.measure import program as measured
 
 for kv_layout in ("NHD", "HND"):
     case = OpCase(kind="op_decode", sequence=256, head_dim=16, kv_layout=kv_layout)
     program = op_program(case, registry.get("chunked"), "native", Target.here(), 2)
     chosen = tuple(program.arguments[i] for i in program.renewed)
-    renew = jax.jit(fresh._renew, out_shardings=tuple(x.sharding for x in chosen))
-    drawn = fresh._choices(chosen, fresh.Draw(0))
+    renew = jax.jit(measured._renew, out_shardings=tuple(x.sharding for x in chosen))
+    drawn = measured._choices(chosen, measured.Draw(0))
     for made in (jax.jit(program.function).lower(*program.arguments), renew.lower(chosen, *drawn)):
         text = made.compile().as_text()
         print([name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text])

@@ -13,7 +13,7 @@ from attnsuite import reports
 from attnsuite.backends import FEATURES, Layout, Takes, Target, load_policy, registry
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import tuning as page
-from attnsuite.suite import diagnosis, tuned, tuning
+from attnsuite.suite import choosing, compile_run, diagnosis, tuning
 from attnsuite.suite.choosing import POLICY
 from attnsuite.suite.errors import CellFailure, InputError
 from attnsuite.suite.grid import references
@@ -61,17 +61,17 @@ def try_all(monkeypatch, tmp_path, backend):
 
 def test_defaults_come_first_and_failures_are_kept_with_their_error(monkeypatch, tmp_path):
     tried = try_all(monkeypatch, tmp_path, Candidates({"block_q": 64, "block_kv": 64}, {"block_q": 13}))
-    assert [attempt["options"] for attempt in tried] == [{"block_q": 64, "block_kv": 64}, {"block_q": 13}]
-    assert len(tried[0]["samples"]) == tuning.FIRST_ROUNDS + tuning.LAST_ROUNDS
-    assert tried[1]["samples"] == []
-    assert "block_q=13 is not accepted" in tried[1]["error"]
+    assert [attempt.options for attempt in tried] == [{"block_q": 64, "block_kv": 64}, {"block_q": 13}]
+    assert len(tried[0].samples) == tuning.FIRST_ROUNDS + tuning.LAST_ROUNDS
+    assert tried[1].samples == ()
+    assert "block_q=13 is not accepted" in tried[1].error
 
 
 def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
     spoilt = {"block_q": 128, "block_kv": 128}
     tried = try_all(monkeypatch, tmp_path, Candidates(spoilt, spoil=spoilt))
-    assert "wrong numbers" in tried[1]["error"]
-    assert tried[1]["samples"] == []
+    assert "wrong numbers" in tried[1].error
+    assert tried[1].samples == ()
 
 
 def test_approximate_backend_is_judged_where_it_selects_everything(tmp_path):
@@ -79,16 +79,16 @@ def test_approximate_backend_is_judged_where_it_selects_everything(tmp_path):
     ATTENTION.write_reference(CASE, tmp_path / "reference.npz", None, None)
     given = {"tile_size": 16, "query_tile": 16, "min_keys": 0, "top_k": 0.125}
     default, native = tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", given)
-    assert (default["options"], default["error"]) == ({"kernel": "xla"}, None)
-    assert len(default["samples"]) == tuning.FIRST_ROUNDS + tuning.LAST_ROUNDS
-    assert native["options"] == {"kernel": "flash_cpu"}
-    assert native["error"] is None or "flash_cpu kernels do not load here" in native["error"]
+    assert (default.options, default.error) == ({"kernel": "xla"}, None)
+    assert len(default.samples) == tuning.FIRST_ROUNDS + tuning.LAST_ROUNDS
+    assert native.options == {"kernel": "flash_cpu"}
+    assert native.error is None or "flash_cpu kernels do not load here" in native.error
 
 
 def test_option_that_is_given_is_not_tried_and_a_wrong_one_is_refused(tmp_path):
     ATTENTION.write_reference(CASE, tmp_path / "reference.npz", None, None)
     (only,) = tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", {"kernel": "xla"})
-    assert only["options"] == {}
+    assert only.options == {}
     with pytest.raises(InputError, match="--options: kascade: kernel='mlx' is not accepted"):
         tuning.try_candidates(CASE, "kascade", tmp_path / "reference.npz", {"kernel": "mlx"})
 
@@ -110,15 +110,15 @@ def test_candidate_that_ends_the_compiler_has_another_compiler_after_it(monkeypa
             assert dump.is_dir()
             return {"options": options, "error": None, "work": work, "schedules": [kernel | counts]}
 
-    monkeypatch.setattr(tuning, "Worker", Compiler)
+    monkeypatch.setattr(compile_run, "Worker", Compiler)
     monkeypatch.setattr(tuning.topologies, "missing", lambda _: None)
     case = OpCase(kind="op_forward", sequence=1024, dtype="bfloat16")
     tried = tuning.rank_candidates(case, "splash", Target("tpu", "v5e"), {"block_kv_compute": 256}, Limits(60, 2**33))
-    assert tried[0]["options"] == {"block_q": 512, "block_kv": 512}
-    assert {t["options"]["block_kv"] for t in tried if t["error"]} == {1024}
-    assert len(started) == 1 + sum(t["error"] is not None for t in tried[:-1])
+    assert tried[0].options == {"block_q": 512, "block_kv": 512}
+    assert {t.options["block_kv"] for t in tried if t.error} == {1024}
+    assert len(started) == 1 + sum(t.error is not None for t in tried[:-1])
     record = checked(dataclasses.replace(made_up([1.0]), mode="compile", facts={"tried": tried}))
-    assert tuned.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
+    assert choosing.winner(record)[0].options == {"block_q": 1024, "block_kv": 256}
     assert "1024 (4096)" in page.files([record], Path())["report.md"]
 
 
@@ -134,7 +134,7 @@ def test_expected_time_orders_candidates_where_one_is_known_and_else_the_fewest_
     record = made_up([1.0])
     changes = {"problem": problem_of(case) | {"kind": "tuning", "op": case.kind}, "target": f"tpu:{kind}"}
     record = dataclasses.replace(record, **changes, requested="splash", mode="compile", facts={"tried": tried})
-    choice = tuned.choice(checked(record))
+    choice = choosing.tuned_choice(checked(record))
     assert choice.options["block_q"] == block
     assert ("expected_time_over_default" in choice.details) == (kind == "v6e")
     assert ("(± 2.9%)" in page.files([checked(record)], Path())["report.md"]) == (kind == "v6e")
@@ -149,7 +149,7 @@ def made_up(*samples):
 
 def test_winner_must_be_measurably_faster_than_the_defaults():
     def options(*samples):
-        return tuned.choice(made_up(*samples)).options
+        return choosing.tuned_choice(made_up(*samples)).options
 
     level, faster = [1.0, 1.1] * 6, [0.8, 0.9] * 6
     assert options(level, faster) == {"n": 1}
@@ -158,7 +158,7 @@ def test_winner_must_be_measurably_faster_than_the_defaults():
 
 
 def test_choice_says_the_problem_and_how_much_faster_it_is():
-    found = tuned.choice(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
+    found = choosing.tuned_choice(made_up([1.0, 1.1] * 6, [0.8, 0.9] * 6))
     assert found.problem == {
         "batch": 1, "query_length": 192, "key_value_length": 192, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64,
         "is_causal": True, "needs_grad": False,

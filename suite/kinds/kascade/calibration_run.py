@@ -6,6 +6,7 @@ gives the queries and keys of each layer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +26,8 @@ from ...named_model import checkpoint_of
 from ...user_function import check_reference, is_reference, load_module
 from .schedule_flags import ScheduleFlags
 
-_Made = tuple[Path, Calibration, Schedule]
 
-
-def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> _Made:
+def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> tuple[Path, Calibration, Schedule]:
     """Calibrate and save; returns the file, the calibration, and the schedule that follows. Raises InputError.
 
     ``flags`` are those of the verb (``verbs/calibrate.py``).
@@ -48,36 +47,34 @@ def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> _
         Settings(**settings)
         schedule = ScheduleFlags(**{each.name: getattr(flags, each.name) for each in dataclasses.fields(ScheduleFlags)})
         progress("opening the model")
-        if is_reference(flags.model):
-            return _of_function(flags, text, settings, schedule, progress)
-        with checkpoint_of(flags.model) as directory:
-            model = open_checkpoint(directory)
-            # Before the text is read, so that a wrong flag shows before hours of calibration.
-            schedule.check(model.config.num_layers, model.config.kv_heads)
-            name, prompts = prompts_of(flags, text, model.config)
+        with contextlib.ExitStack() as stack:
+            model: Any
+            if is_reference(flags.model):
+                model, config = _function(flags.model, schedule), None
+            else:
+                model = open_checkpoint(stack.enter_context(checkpoint_of(flags.model)))
+                config = model.config
+                # Before the text is read, so that a wrong flag shows before hours of calibration.
+                schedule.check(config.num_layers, config.kv_heads)
+            name, prompts = prompts_of(flags, text, config)
             source = {"name": name, "length": flags.length}
             calibration = calibrate(model, prompts, settings, text=source, progress=progress)
-        with files.writing(flags.out):
-            path = calibration.save(flags.out)
-        if schedule.schedule == LOSS_RULE:
-            number = schedule.number_of_anchors(calibration.num_layers)
-            return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
+            schedule.check(calibration.num_layers, calibration.kv_heads)
+            with files.writing(flags.out):
+                path = calibration.save(flags.out)
+            if schedule.schedule == LOSS_RULE:
+                number = schedule.number_of_anchors(calibration.num_layers)
+                return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
         return path, calibration, schedule.made(calibration)
 
 
-def _of_function(
-    flags: Any,
-    text: TextFile | None,
-    settings: dict[str, Any],
-    schedule: ScheduleFlags,
-    progress: Callable[[str], None],
-) -> _Made:
-    """The same for a function of bytes that gives queries and keys of each layer."""
+def _function(reference: str, schedule: ScheduleFlags) -> Callable[[Any], Iterator[Any]]:
+    """A function of a file, of bytes, that gives queries and keys of each layer. Raises InputError with its errors."""
     if schedule.schedule == LOSS_RULE:
         raise InputError(
             f"--schedule {LOSS_RULE} needs a model that can be run; give a checkpoint, or another schedule."
         )
-    path, _, name = check_reference(flags.model, "give PATH.py:NAME, a function of a prompt").rpartition(":")
+    path, _, name = check_reference(reference, "give PATH.py:NAME, a function of a prompt").rpartition(":")
     layers_of: Any = getattr(load_module(Path(path)), name, None)
     if not callable(layers_of):
         raise InputError(f"{name} in {path} is no function of a prompt that returns queries and keys of each layer.")
@@ -87,15 +84,9 @@ def _of_function(
         try:
             yield from function(prompt)
         except (Exception, SystemExit) as error:
-            raise InputError(f"{flags.model} raised {type(error).__name__}: {error}") from error
+            raise InputError(f"{reference} raised {type(error).__name__}: {error}") from error
 
-    source, prompts = prompts_of(flags, text, None)
-    read = {"name": source, "length": flags.length}
-    calibration = calibrate(queries_and_keys, prompts, settings, text=read, progress=progress)
-    schedule.check(calibration.num_layers, calibration.kv_heads)
-    with files.writing(flags.out):
-        saved = calibration.save(flags.out)
-    return saved, calibration, schedule.made(calibration)
+    return queries_and_keys
 
 
 def prompts_of(flags: Any, text: TextFile | None, config: ModelConfig | None) -> tuple[str, np.ndarray]:

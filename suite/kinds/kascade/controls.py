@@ -4,6 +4,11 @@ The rows are not registered. Kascade's own rows run the real backend with the sc
 about. The other rows choose units by another score, with the same candidates and the same budget, and attend under an
 explicit mask. Every layer but the dense first one also notes the share of its true attention that it retained.
 Quadratic: for short input.
+
+In OmniKV (ICLR 2025) and LessIsMore (arXiv 2508.07101) a few layers attend to everything and select, once for all heads
+of the layer; the layers until the next of them attend to that selection. The authors' code selects in layers that are
+named by hand, by single keys, in decoding alone. Here the anchors of the case's schedule select, by the case's unit, in
+prefill too, and as many units as in every other row, beside the local region (:data:`SCORES`).
 """
 
 from __future__ import annotations
@@ -33,9 +38,7 @@ from attnsuite.backends.kascade import (
 from attnsuite.backends.kascade.selection import candidates, choose, with_local
 from attnsuite.backends.standard import STANDARD
 
-from .shared import SCORES
-
-_WITHOUT_KASCADE = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", "other_model", *SCORES})
+_WITHOUT_KASCADE = frozenset({"dense", "oracle_query", "quest", "sinks_window", "random_tiles", "other_model"})
 # The settings of Kascade that a row changes; some rows change the schedule too.
 _CHANGES: dict[str, dict[str, Any]] = {
     "kascade_all_heads": {"ablation": "all_heads"},
@@ -135,7 +138,7 @@ def refusals(method: str, settings: Settings, spec: AttentionSpec, target: Targe
 
 def runs_kascade(method: str) -> bool:
     """Whether a row runs the real backend; the other rows choose and attend on their own."""
-    return method not in _WITHOUT_KASCADE
+    return method not in _WITHOUT_KASCADE and method not in SCORES
 
 
 def _row_schedule(method: str, schedule: Schedule, spec: AttentionSpec) -> Schedule:
@@ -218,6 +221,40 @@ def _shared(
         return dense.run(query, key, value)[0], selection, _causal(spec, layout)
 
     return attend
+
+
+def omnikv(
+    tiling: Tiling,
+    probabilities: Float[Array, "batch heads q_len kv_len"],
+    candidate: Bool[Array, "batch query_tiles units"],
+) -> Float[Array, "batch query_tiles units"]:
+    """Per pair of query and key the largest probability of any head, summed over query tile and unit."""
+    del candidate
+    return reference.pooled(tiling, probabilities.max(1))
+
+
+def lessismore(
+    tiling: Tiling,
+    probabilities: Float[Array, "batch heads q_len kv_len"],
+    candidate: Bool[Array, "batch query_tiles units"],
+) -> Float[Array, "batch query_tiles units"]:
+    """The latest quarter of the budget comes first, then every head's best unit, every head's second best, and so on.
+
+    Heads rank the candidates before the latest ones by their attention mass. Ties go to the earlier unit.
+    """
+    heads = probabilities.shape[1]
+    budget = jnp.asarray(tiling.budgets, jnp.int32)[jnp.minimum(candidate.sum(-1), len(tiling.budgets) - 1)]
+    by_heads = budget * 3 // 4
+    from_end = jnp.cumsum(candidate[..., ::-1], axis=-1)[..., ::-1]  # 1: the latest candidate
+    recent = candidate & (from_end <= (budget - by_heads)[..., None])
+    mass = jnp.where((candidate & ~recent)[:, None], reference.pooled(tiling, probabilities), -1.0)
+    rank = jnp.argsort(jnp.argsort(mass, axis=-1, descending=True), axis=-1)
+    turn = (rank * heads + jnp.arange(heads).reshape(1, -1, 1, 1)).min(1)
+    turns = tiling.units * heads
+    return jnp.where(recent, turns + 1, turns - turn).astype(jnp.float32)
+
+
+SCORES = {"omnikv": omnikv, "lessismore": lessismore}
 
 
 def _chosen(

@@ -15,21 +15,29 @@ from attnsuite.backends.kascade import manual
 
 from ...cell import Case
 from ...errors import InputError
-from . import guide_suite
+from ..kind import Kernel
 from .case_flags import applied as applied
 from .case_flags import combinations
 from .methods import SWEPT
 from .schedule_flags import ScheduleFlags
 from .selection_case import SelectionCase
+from .stack_case import StackCase
 
 if TYPE_CHECKING:
     from attnsuite.models import Checkpoint, ModelConfig, Transformer
 
 SUITES = ("kascade", "kascade-finetune")  # among the files of suite/suites/
-MODEL_SUITE = guide_suite.NAME  # that is made for a checkpoint: run --suite NAME --model DIR
+MODEL_SUITE = "kascade-guide"  # that of the guides, made for a checkpoint: run --suite NAME --model DIR
 # Beside Kascade on a checkpoint's text: dense, the best possible selection, and controls that have to fail.
 ROWS = ("dense", "oracle_query", "kascade", "sinks_window", "random_tiles")
 TOP_K, TILE_SIZE = 0.125, 16  # in the suite of a checkpoint, and in a model case that gives no tile_size
+# Their tiles have 16 keys too. That of Llama-3.2-1B keeps 12 and that of Llama-3.1-8B keeps 8, of the 32 of 512 tokens.
+GUIDES: dict[str, dict[str, Any]] = {
+    "1b": {"top_k": 0.375, "schedule": "greedy-benchmark", "threshold": 0.65},
+    "8b": {"top_k": 0.25, "schedule": "greedy-dynamic", "threshold": 0.1},
+    "paper": {"top_k": 0.25, "schedule": "dp"},
+}
+GUIDE_LENGTHS = (128, 512)  # at which the guide of the TPU kernel compares it with a reference
 
 
 def swept_rows(flags: Mapping[str, Any]) -> tuple[str, ...]:
@@ -52,17 +60,54 @@ def model_cases(config: ModelConfig, shared: Mapping[str, Any], suite: str) -> t
     cases of the guides, if these are asked for by ``suite``.
     """
     others = sorted(set(config.layer_types) - {"global"})
-    if suite == guide_suite.NAME:
+    if suite == MODEL_SUITE:
         if others:
             raise InputError(
                 f"--model {shared['model']!r} has layers of type {', '.join(others)}; "
-                f"--suite {guide_suite.NAME} is for models whose layers all see the whole context before them."
+                f"--suite {MODEL_SUITE} is for models whose layers all see the whole context before them."
             )
-        return guide_suite.guide_cases(config, shared)
+        return _guide_cases(config, shared)
     sizes = model_sizes(config)
     chosen: dict[str, Any] = {**shared, **sizes, "anchors": str(sizes["anchors"])}
     phases = ("prefill", "decode") if not others else ()
     return tuple(SelectionCase(kind="kascade_text", phase=phase, **chosen) for phase in phases)
+
+
+def _guide_cases(config: ModelConfig, shared: Mapping[str, Any]) -> tuple[Case, ...]:
+    """What the guides of Kascade on Llama report: loss by guide and phase, one layer of each role, whole stacks.
+
+    The guides are read in docs/how-to/coming-from.md. Each has a schedule and a number of tiles; both are measured
+    beside the paper's schedule, on the same text, with the controls of every Kascade case, in the shapes of the model.
+    """
+    anchors = max(2, config.num_layers // 4)
+    text = [
+        SelectionCase(
+            kind="kascade_text", phase=phase, name=f"guide-{guide}-{phase}", tile_size=TILE_SIZE,
+            anchors=str(anchors) if settings["schedule"] == "dp" else "", **settings, **shared,
+        )
+        for guide, settings in GUIDES.items()
+        for phase in ("prefill", "decode")
+    ]  # fmt: skip
+    shape: dict[str, Any] = {
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "tile_size": TILE_SIZE,
+        "top_k": GUIDES["1b"]["top_k"],
+    }
+    # The parts of one layer by each kernel that a CPU has; whole stacks have a row for each.
+    timed: tuple[tuple[str, int, Kernel], ...] = (
+        ("layer", 1, ""),
+        ("layer-flash-cpu", 1, "flash_cpu"),
+        ("stack", config.num_layers, ""),
+    )
+    stacks = [
+        StackCase(kind="kascade_prefill", name=f"guide-{what}-{length}", sequence=length, layers=layers, by_token=False,
+                  anchors=min(anchors, layers), kernel=kernel, **shape)
+        for length in GUIDE_LENGTHS
+        for what, layers, kernel in timed
+    ]  # fmt: skip
+    return (*text, *stacks)
 
 
 def case_options(case: Any, config: ModelConfig) -> Mapping[str, Any]:

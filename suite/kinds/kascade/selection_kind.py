@@ -18,7 +18,7 @@ from .methods import FINE_TUNED, METHODS, rows_of
 from .selection_case import SelectionCase
 
 if TYPE_CHECKING:
-    from ...measure.fresh import Draw
+    from ...measure.program import Draw
 
 
 class Selections(Kind):

@@ -1,4 +1,4 @@
-"""The schedule of a Pallas kernel, read from what a TPU's compiler writes of it for a device that is not here.
+"""The schedule or the launch of a Pallas kernel, read from what a compiler writes for a device that is not here.
 
 A TPU core executes bundles of instructions, one bundle after the other. libtpu writes the final bundles of every
 program (``final_bundles``), which units each of them uses (``final_hlo-static-per-bundle-utilization``), the
@@ -7,26 +7,43 @@ The figures count bundles and are no time: a bundle may stall, every branch coun
 counts once.
 
 The dump of one attention call takes some ten megabytes. A call whose dump exceeds :data:`LIMIT` has no schedule.
+
+Of an NVIDIA GPU's program (Triton's dialect) XLA writes the launches (``thunk_sequence``: grid, threads, shared
+memory), the program (``gpu_after_optimizations``: which of them are Pallas kernels) and the code of each kernel
+(``ptx``). XLA keeps the registers to itself. The assembler that Triton brings counts them, where Triton is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from attnsuite.backends.tunable import KernelBuild
 
 from ..cell import Outcome
 from ..record import Schedule
-from . import launches
 
 LIMIT = 2**28  # bytes of a dump
 TOO_LARGE = f"no schedule: the compiler's dump exceeds {LIMIT >> 20} MiB; compile a smaller call."
 NOTHING_WRITTEN = "no schedule: the compiler wrote none; libtpu 0.0.41 and 0.0.50.1 do."
+GPU_FLAGS = "--xla_dump_to={} --xla_dump_emitter_re=ptx"
+NO_KERNEL = "no waves: the program has no Pallas kernel."
+NO_ASSEMBLER = "no registers: only Triton's assembler says them; install it with: pip install '.[kvax]'."
+NO_SHARED = "no waves: XLA of JAX 0.10 does not write the shared memory of a kernel; that of 0.12 does."
+_NEWEST = 100  # the architecture with the newest of Triton's assemblers, which XLA's PTX needs
+_CALL = re.compile(r'custom_call_target="__gpu\$xla\.gpu\.triton".*, name = "([\w.$-]+)"')
+_LAUNCH = re.compile(  # as XLA of JAX 0.12 and of 0.10 writes it
+    r"(?:\] |kernel=)([\w.$]+)(?: grid|,.*blocks): [\[{](\d+), (\d+), (\d+)[\]}],? "
+    r"threads(?:/block)?: [\[{](\d+), 1, 1[\]}](?: +shared_memory: (\d+))?"
+)
 _VARIABLE, _GPU_VARIABLE = "LIBTPU_INIT_ARGS", "XLA_FLAGS"
 _REGISTER_BYTES = 8 * 128 * 4  # of a vector register, on every TPU
 _ANALYSIS, _BUNDLES = "schedule-analysis_final_bundles", "final_bundles"
@@ -42,7 +59,7 @@ def variables(folder: Path, platform: str = "tpu") -> dict[str, str]:
     The user's own arguments are kept. Of a TPU's program only the last step is written, not all seventy.
     """
     if platform == "cuda":
-        return {_GPU_VARIABLE: f"{os.environ.get(_GPU_VARIABLE, '')} {launches.FLAGS.format(folder)}".strip()}
+        return {_GPU_VARIABLE: f"{os.environ.get(_GPU_VARIABLE, '')} {GPU_FLAGS.format(folder)}".strip()}
     dump = (
         f"--xla_mosaic_dump_to={folder} --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=final_"
@@ -62,10 +79,10 @@ def scheduled(folder: Path, work: Callable[[], Outcome]) -> Outcome:
     if outcome.status == "ok":
         if full.is_set() or _size(folder) > LIMIT:
             outcome = dataclasses.replace(outcome, notes=(*outcome.notes, TOO_LARGE))
-        elif launches.FLAGS.format(folder) in os.environ.get(_GPU_VARIABLE, ""):
-            launched, notes = launches.read(folder)
+        elif GPU_FLAGS.format(folder) in os.environ.get(_GPU_VARIABLE, ""):
+            launched, notes = read_launches(folder)
             kernels = (*outcome.kernels, *launched)
-            notes = notes if kernels else (launches.NO_KERNEL,)
+            notes = notes if kernels else (NO_KERNEL,)
             outcome = dataclasses.replace(outcome, kernels=kernels, notes=(*outcome.notes, *notes))
         else:
             found, notes = read(folder)
@@ -188,3 +205,58 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def read_launches(folder: Path) -> tuple[tuple[KernelBuild, ...], tuple[str, ...]]:
+    """Each launch of a Pallas kernel in a dump of one program, and a sentence for what is not known."""
+    codes = {match[1]: text for text in _texts(folder, "*.ptx") if (match := re.search(r"\.entry ([\w.$]+)\(", text))}
+    calls = {name for text in _texts(folder, "*_gpu_after_optimizations.txt") for name in _CALL.findall(text)}
+    launches = [each for text in _texts(folder, "*.thunk_sequence.txt") for each in _LAUNCH.findall(text)]
+    found, notes = [], []
+    for name, *sizes, shared in launches:
+        if re.sub(r"_\d+$", "", name) in calls or name in calls:  # XLA numbers kernels of one name
+            *grid, threads = map(int, sizes)
+            figures, *why = _assembled(name, codes.get(name))
+            static = figures.pop("static", 0)
+            if shared:
+                figures["shared_bytes"] = int(shared) + static
+            else:
+                why.append(NO_SHARED)
+            warps = {"num_warps": -(-threads // 32)}
+            found.append(KernelBuild(name=name, configuration={**warps}, blocks=math.prod(grid), **figures))
+            notes += filter(None, why)
+    return tuple(found), tuple(dict.fromkeys(notes))
+
+
+def _texts(folder: Path, pattern: str) -> list[str]:
+    return [path.read_text(errors="replace") for path in sorted(folder.glob(pattern))]
+
+
+def _assembled(name: str, ptx: str | None) -> tuple[dict[str, Any], str | None]:
+    """What the assembler says of a kernel's code, or a sentence why it says nothing."""
+    architecture = re.search(r"^\.target sm_(\d+)", ptx or "", re.MULTILINE)
+    if ptx is None or architecture is None:
+        return {}, f"no registers of {name}: the compiler's dump does not have its code."
+    try:
+        from attnsuite.backends.kvax import build  # noqa: PLC0415 (imports Triton, which may be missing)
+    except ImportError:
+        return {}, NO_ASSEMBLER
+    try:
+        report = build.assemble(ptx, int(architecture[1]), _NEWEST)
+    except (OSError, RuntimeError, ValueError) as error:
+        return {}, f"no registers of {name}: {' '.join(str(error).split())[:200]}"
+    loads = build.count_loads(ptx)
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "spilled_bytes": r"(\d+) bytes spill stores",
+        "static": r"(\d+) bytes smem",
+    }
+    numbers = {what: int(match[1]) for what, pattern in patterns.items() if (match := re.search(pattern, report))}
+    columns = sum(map(int, re.findall(r"tcgen05\.alloc\.[^;]*, (\d+);", ptx)))
+    limit = build.SHARED_LIMITS.get(divmod(int(architecture[1]), 10))
+    return numbers | {
+        "vector_loads": loads["vector"],
+        "scalar_loads": loads["scalar"],
+        "tensor_columns": columns,
+        "shared_limit_bytes": limit,
+    }, None
