@@ -32,9 +32,9 @@ from typing import Any
 
 from . import files, typed
 from .contradictions import contradictions
-from .errors import InputError
+from .errors import InputError, as_input
 from .record import Record, RecordError
-from .store import CONFORMANCE, MANIFEST, RECORDS, parse_records, read_manifest, read_record
+from .store import CONFORMANCE, MANIFEST, RECORDS, parse_manifest, parse_records, read_manifest, read_record
 from .summary import record_line
 from .typed import Count
 from .user_function import is_reference
@@ -160,6 +160,9 @@ def verified(path: Path) -> Bundle:
         head, lines = _hashed(texts)
         records = _records(lines)
         _whole(records, head)
+        for name in (part + MANIFEST for part in _PARTS if part + MANIFEST in texts):
+            with as_input(f"its {name} is damaged or of another version: "):
+                parse_manifest(typed.parse_json(texts[name].encode()))
     except RecordError as error:
         raise InputError(f"{path} is refused: a line is no record ({error}).") from error
     except OSError as error:
@@ -222,7 +225,8 @@ def _members(path: Path) -> dict[str, str]:
             if len(data) > left:
                 raise ValueError(f"it holds more than {_LARGEST >> 20} MiB")
             left -= len(data)
-            texts[info.filename] = data.decode()
+            with as_input(f"its {info.filename} is not UTF-8: "):
+                texts[info.filename] = data.decode()
     return texts
 
 

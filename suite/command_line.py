@@ -87,6 +87,9 @@ def _check_values(verb: str, arguments: Sequence[str]) -> None:
     for before, word in zip([verb, *arguments], arguments, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
+        path = word.partition("=")[2] if word.startswith("--") else word
+        if path == "~" or path.startswith("~/"):
+            raise InputError(f"{word}: the shell left ~ as it is; write $HOME{path[1:]} instead.")
     named = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
     for name in named:
         if named.count(name) > 1:

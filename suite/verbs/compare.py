@@ -37,6 +37,8 @@ def run(command: Compare) -> int:
 
     if len(command.runs) != 2:
         raise InputError(f"compare takes two runs, not {len(command.runs)}; with --trend any number.")
+    if len({path.resolve() for path in command.runs}) == 1:
+        raise InputError(f"{' '.join(map(str, command.runs))} names one run twice; give two runs.")
     if command.share is not None:
         raise InputError("--share is about a trend; add --trend.")
     limits = None if command.fail_on is None else reports.parse_limits(command.fail_on)
