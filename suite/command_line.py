@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import errno
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -90,10 +92,23 @@ def _check_values(verb: str, arguments: Sequence[str]) -> None:
         path = word.partition("=")[2] if word.startswith("--") else word
         if path == "~" or path.startswith("~/"):
             raise InputError(f"{word}: the shell left ~ as it is; write $HOME{path[1:]} instead.")
+        if _is_loop(path):
+            raise InputError(f"{word}: {os.strerror(errno.ELOOP)}; give another path.")
     named = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
     for name in named:
         if named.count(name) > 1:
             raise InputError(f"{name} is given twice; give it once, with commas between its values if it has several.")
+
+
+def _is_loop(path: str) -> bool:
+    """Whether it is a link that leads back to itself, which no path can be made absolute from."""
+    try:
+        Path(path).stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    except ValueError:  # it has a null character
+        return False
+    return False
 
 
 # Flags of the earlier guides, and what says the same here (docs/how-to/coming-from.md).

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import CHECK_FAILED, flag, tell
+from .flags import CHECK_FAILED, check_once, flag, tell
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that a step of a GitHub workflow appends Markdown to
 
@@ -31,14 +31,13 @@ class Compare:
 
 def run(command: Compare) -> int:
     """Print the comparison; the exit code says whether run B is worse."""
+    check_once(command.runs)
     if command.trend:
         return _show_trend(command)
     from attnsuite import reports
 
     if len(command.runs) != 2:
         raise InputError(f"compare takes two runs, not {len(command.runs)}; with --trend any number.")
-    if len({path.resolve() for path in command.runs}) == 1:
-        raise InputError(f"{' '.join(map(str, command.runs))} names one run twice; give two runs.")
     if command.share is not None:
         raise InputError("--share is about a trend; add --trend.")
     limits = None if command.fail_on is None else reports.parse_limits(command.fail_on)

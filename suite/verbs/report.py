@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import flag
+from .flags import check_once, flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,7 @@ class Report:
 def run(command: Report) -> int:
     """Render the page of one run, or of several."""
     runs = (command.run_dir, *command.others)
-    if len({path.resolve() for path in runs}) < len(runs):
-        raise InputError(f"{' '.join(map(str, runs))} names a run twice; give each once.")
+    check_once(runs)
     if command.bundle is not None:
         return _pack(command)
     if _is_bundle(command.run_dir):

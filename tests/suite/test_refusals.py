@@ -214,7 +214,8 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "compare": [
         (["run", "nowhere"], "holds no records.jsonl"),
-        (["run", "./run"], "run run names one run twice; give two runs."),
+        (["run", "./run"], "run run names a run twice; give each once"),
+        (["--trend", "run", "other", "./run"], "run other run names a run twice; give each once"),
     ],
     "compare-runs": [([], "compare")],
     "walk": [([], "walk")],
