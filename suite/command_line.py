@@ -20,6 +20,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
     except InputError as error:
         tell(f"attnsuite: {error}")
+        code = BAD_INPUT
+    except ValueError as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("jax/_src/config.py"):
+            raise
+        variables = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
+        tell(f"attnsuite: JAX does not take a variable of the environment ({error}); change or unset it: {variables}.")
         code = BAD_INPUT
     except OSError as error:
         _give_up_stdout()
