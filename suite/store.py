@@ -69,7 +69,9 @@ class RunStore:
         self._cut_off()
         new = tuple(records)
         path = self.directory / RECORDS
-        with files.writing(path, " What is done is kept."), _open(path, "a") as file:
+        if self.records and not path.is_file():
+            raise InputError(f"{path} is gone, and the records that were in it are lost; start again.")
+        with files.writing(path, " What is done is kept." if self.records else ""), _open(path, "a") as file:
             file.write("".join(record.to_json() + "\n" for record in new))
             file.flush()
             os.fsync(file.fileno())

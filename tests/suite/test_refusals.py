@@ -214,7 +214,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "compare": [
         (["run", "nowhere"], "holds no records.jsonl"),
-        (["run", "./run"], "run run names a run twice; give each once"),
+        (["run", "./run", "--fail-on", "wrong"], "run run names a run twice; give each once"),
         (["--trend", "run", "other", "./run"], "run other run names a run twice; give each once"),
     ],
     "compare-runs": [([], "compare")],
