@@ -98,6 +98,12 @@ def test_damaged_record_is_refused(example_record, change, match):
         read_record(json.dumps(json.loads(example_record.to_json()) | change).encode())
 
 
+def test_an_approximation_may_pass_with_an_error_above_the_bound_of_exact_backends(example_record):
+    changed = {"exact": False, "accuracy": {"out": PASSED | {"max_error": 0.2}}}
+    found = read_record(json.dumps(json.loads(example_record.to_json()) | changed).encode())
+    assert found.accuracy["out"].passed
+
+
 @pytest.mark.parametrize("value", ["1e400", "NaN", "9" * 5000, "[" * 2000 + "]" * 2000])
 def test_number_or_nesting_that_json_readers_choke_on_is_refused(example_record, value):
     line = example_record.to_json().replace('"samples":[]', f'"samples":[{value}]')
