@@ -10,7 +10,7 @@ from tabulate import tabulate
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import baseline_of, ratio_of, same_rounds
 from attnsuite.suite.statistics import Interval
-from attnsuite.suite.summary import shortened
+from attnsuite.suite.summary import names_of, shortened
 from attnsuite.suite.user_function import is_reference
 
 from .cells import Cell, Group, group
@@ -77,7 +77,8 @@ def answer_lines(run: Run) -> list[str]:
         headers["time_over_standard"] = f"time, x {baseline_of(record.kind for record in run.records)}"
     values = [[_plain(row.get(key)) for key in headers] for row in found]
     room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers.values(), *values, strict=True))
-    names = [shortened(member.cells[0].record.case, room) for member in timed]
+    full, first = names_of(run.records), [member.cells[0].record for member in timed]
+    names = [shortened(full[record.case, record.target], room) for record in first]
     rows = [[name, *row] for name, row in zip(names, values, strict=True)]
     unsure = [f"{name}: {row['sure']}" for name, row in zip(names, found, strict=True) if row["sure"] != FASTER]
     return [*tabulate(rows, ["case", *headers.values()], tablefmt="plain", disable_numparse=True).splitlines(), *unsure]

@@ -129,10 +129,12 @@ def _records(directory: Path) -> Sequence[Record]:
 def measured(directory: Path) -> list[Measured]:
     """The problems of a run with a timed exact backend: models first, then calls of attention. Raises InputError."""
     sessions: dict[tuple[str, str | None], dict[str, Record]] = {}
-    for record in _records(directory):
-        if _counts(record):
-            key = (record.case, record.environment.get("session"))
-            sessions.setdefault(key, {})[record.requested] = record
+    records = [record for record in _records(directory) if _counts(record)]
+    if records:
+        _common(str(directory), records)  # of all, before sessions are left out
+    for record in records:
+        key = (record.case, record.environment.get("session"))
+        sessions.setdefault(key, {})[record.requested] = record
     found: dict[str, Measured] = {}
     for (case, _), cells in sessions.items():
         record = next(iter(cells.values()))

@@ -15,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import errno
 import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -42,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
     except InputError as error:
         tell(f"attnsuite: {error}")
+        code = BAD_INPUT
+    except ValueError as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("jax/_src/config.py"):
+            raise
+        variables = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
+        tell(f"attnsuite: JAX does not take a variable of the environment ({error}); change or unset it: {variables}.")
         code = BAD_INPUT
     except OSError as error:
         _give_up_stdout()
@@ -87,10 +96,26 @@ def _check_values(verb: str, arguments: Sequence[str]) -> None:
     for before, word in zip([verb, *arguments], arguments, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise InputError(f"{word.removesuffix('=') or before} is given an empty value; give one, or leave it out.")
+        path = word.partition("=")[2] if word.startswith("--") else word
+        if path == "~" or path.startswith("~/"):
+            raise InputError(f"{word}: the shell left ~ as it is; write $HOME{path[1:]} instead.")
+        if _is_loop(path):
+            raise InputError(f"{word}: {os.strerror(errno.ELOOP)}; give another path.")
     named = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
     for name in named:
         if named.count(name) > 1:
             raise InputError(f"{name} is given twice; give it once, with commas between its values if it has several.")
+
+
+def _is_loop(path: str) -> bool:
+    """Whether it is a link that leads back to itself, which no path can be made absolute from."""
+    try:
+        Path(path).stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    except ValueError:  # it has a null character
+        return False
+    return False
 
 
 # Flags of the earlier guides, and what says the same here (docs/how-to/coming-from.md).

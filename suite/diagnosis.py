@@ -83,7 +83,7 @@ def describe(found: dict[str, Any], *, every: bool = False) -> Iterator[str]:
         heading, line = _standing(backend)
         name = backend["name"] if backend["exact"] else f"{backend['name']} (approximate)"
         groups.setdefault(heading, []).append((name, line))
-    for heading in (_HERE, _INSTALL, _INTERPRETED, _ELSEWHERE):
+    for heading in (_HERE, _INSTALL, _INTERPRETED, _ELSEWHERE, _NOWHERE):
         if heading in groups:
             yield from ("", heading)
             for name, line in groups[heading]:
@@ -99,6 +99,7 @@ def describe(found: dict[str, Any], *, every: bool = False) -> Iterator[str]:
 _HERE, _INSTALL = "runs here", "needs an install"
 _INTERPRETED = "runs here in an interpreter only (mode='interpret' checks it); made for"
 _ELSEWHERE = "needs another device"
+_NOWHERE = "runs nowhere, as installed here"
 _COMMAND = re.compile(r"pip install (?:'[^']*'|\S+)")
 
 
@@ -119,6 +120,8 @@ def _standing(backend: dict[str, Any]) -> tuple[str, str]:
     interpreted = [name for name, problem in problems.items() if problem["mode"] == "interpret"]
     if interpreted:
         return _INTERPRETED, devices + _part(interpreted, list(problems))
+    if not backend["devices"]:
+        return _NOWHERE, next(reason for problem in problems.values() for reason in problem["reasons"])
     return _ELSEWHERE, devices
 
 

@@ -62,6 +62,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def check_directory(directory: Path) -> None:
     """Make the directory, and check that a file can be written into it. Raises InputError."""
+    if (directory.is_symlink() or directory.exists()) and not directory.is_dir():
+        raise InputError(f"{directory} is no directory; give the path of one, which may be new.")
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

@@ -52,6 +52,7 @@ def problems_of(found: Harvest) -> tuple[Problem, ...]:
     for mark, times in sorted(found.found().items(), key=lambda item: item[0].index):
         call = found.calls[mark.index]
         case, sentences = _case(call, mark)
+        sentences = (*sentences, *(found.unsure.get(mark, ()) if case else ()))
         _, call_sites, missing = groups.setdefault(case or sentences, (case, Counter(), {}))
         call_sites[f"{call.place} ({call.function})"] += times
         missing |= dict.fromkeys(sentences)

@@ -8,7 +8,7 @@ second.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from attnsuite.backends.tunable import KernelBuild
 
@@ -69,6 +69,10 @@ MACHINE_KIND = ("cpu", "cores", "device_kind", "device_count")
 
 class RecordError(ValueError):
     """A line that is not a record of this schema."""
+
+
+class ContradictionError(RecordError):
+    """A record whose fields contradict each other: it was edited, since no run writes such a line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +217,26 @@ class Record(Measured):
             return typed.convert(_as_now(data), Record)
         except ValueError as error:
             raise RecordError(str(error)) from error
+
+    def check_agreement(self) -> None:
+        """Raise ContradictionError where a field is not what the others say."""
+        for name, case in (("kind", self.kind), ("name", self.case)):
+            if self.problem.get(name, case) != case:
+                raise ContradictionError(
+                    f"problem.{name} = {typed.quoted(self.problem[name])} is not the record's, {typed.quoted(case)}"
+                )
+        row = self.requested if self.devices == 1 else f"{self.requested}@{self.devices}"
+        modes = get_args(Mode) if self.mode is None else (self.mode,)
+        keys = [f"{self.case}/{row}/{self.target}/{mode}" for mode in modes]
+        if self.key not in keys:
+            raise ContradictionError(
+                f"key = {typed.quoted(self.key)} is not {keys[0]}, as its case, backend, target and mode say"
+            )
+        for name, error in self.accuracy.items():
+            within = error.max_error is not None and (self.exact is False or error.max_error <= error.allowed)
+            if error.passed and not within:  # an approximation has another bound (``kinds/attention_call.py``)
+                size = "that is not finite" if error.max_error is None else f"of {error.max_error:g}"
+                raise ContradictionError(f"{name} passed with an error {size}, and {error.allowed:g} is allowed")
 
 
 # Names that earlier versions wrote: the table in the record, the old name, the name now, and the kind of record.

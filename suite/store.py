@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 from . import files, typed
 from .errors import InputError, as_input
 from .kinds import checked, extensions
-from .record import Record, RecordError
+from .record import ContradictionError, Record, RecordError
 from .typed import Scalar, Size
 
 RECORDS = "records.jsonl"
@@ -69,7 +69,9 @@ class RunStore:
         self._cut_off()
         new = tuple(records)
         path = self.directory / RECORDS
-        with files.writing(path, " What is done is kept."), _open(path, "a") as file:
+        if self.records and not path.is_file():
+            raise InputError(f"{path} is gone, and the records that were in it are lost; start again.")
+        with files.writing(path, " What is done is kept." if self.records else ""), _open(path, "a") as file:
             file.write("".join(record.to_json() + "\n" for record in new))
             file.flush()
             os.fsync(file.fileno())
@@ -133,7 +135,7 @@ def records_path(directory: Path) -> Path:
 def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     """The records of a file, the bytes they take, and a warning if the last line was cut off or damaged.
 
-    Raises InputError if a line before the last is no record, or if a key occurs twice.
+    Raises InputError if a line before the last is no record, if a key occurs twice, or if a case means two problems.
     """
     try:
         data = path.read_bytes()
@@ -148,7 +150,7 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
         try:
             records.append(read_record(line))
         except RecordError as error:
-            if number < len(lines) or tail:
+            if number < len(lines) or tail or isinstance(error, ContradictionError):
                 raise InputError(f"line {number} of {path} is not a record ({error}); move the file away.") from error
             warning = f"the last line of {path} is damaged ({error}); it is dropped and its cell runs again."
             break
@@ -159,6 +161,14 @@ def parse_records(path: Path) -> tuple[tuple[Record, ...], int, str | None]:
     twice = sorted(key for key, count in keys.items() if count > 1)
     if twice:
         raise InputError(f"{path} has more than one record of {', '.join(twice)}; move the file away.")
+    first: dict[str, Record] = {}
+    for record in records:
+        other = first.setdefault(record.case, record)
+        if other.problem != record.problem:
+            raise InputError(
+                f"{path}: case {record.case} means two problems ({other.key} and {record.key}), whose times do not "
+                "compare; keep each run in a directory of its own."
+            )
     return tuple(records), size, warning
 
 
@@ -220,8 +230,12 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     instead = "; without this file a report is made of the records alone, and the run is not resumed."
     with as_input(f"{path} is damaged or of another version: ", instead):
-        data = typed.read_json(path)
-        return typed.convert(_converted(data) if isinstance(data, dict) else data, Manifest)
+        return parse_manifest(typed.read_json(path))
+
+
+def parse_manifest(data: Any) -> Manifest:
+    """The identity of a run from its JSON. Raises ValueError without a full stop."""
+    return typed.convert(_converted(data) if isinstance(data, dict) else data, Manifest)
 
 
 def _converted(data: dict[str, Any]) -> dict[str, Any]:
@@ -243,8 +257,10 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(line: bytes) -> Record:
-    """The record on one line, if its kind is known. Raises RecordError, without a full stop."""
-    return checked(Record.from_json(line))
+    """The record on one line, if its kind is known and its fields agree. Raises RecordError, without a full stop."""
+    record = checked(Record.from_json(line))
+    record.check_agreement()
+    return record
 
 
 def _short(value: Any) -> str:

@@ -49,9 +49,9 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
     yield f"time: median (95% interval); {against}: below 1 is faster; peak: share of this"
     yield "machine's measured rate; temp: compiled temporaries; error: largest relative"
     yield _columns("", "time", against, "peak", "temp", "error")
-    for case in dict.fromkeys(record.case for record in records):
-        yield case
-        members = [record for record in records if record.case == case]
+    for (case, target), name in names_of(records).items():
+        yield name
+        members = [record for record in records if (record.case, record.target) == (case, target)]
         standard = standard_of(members)
         for record in (member for member in members if member.status != "unsupported"):
             speed = speed_of(record, standard)
@@ -64,6 +64,12 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
                 _megabytes(memory),
                 _error(record),
             )
+
+
+def names_of(records: Sequence[Record]) -> dict[tuple[str, str], str]:
+    """A name for each case and target: the case's, with the target where there are several."""
+    several = len({record.target for record in records}) > 1
+    return {(r.case, r.target): f"{r.case}, for {r.target}" if several else r.case for r in records}
 
 
 def _columns(name: str, *values: str) -> str:

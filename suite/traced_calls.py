@@ -72,6 +72,7 @@ class Harvest:
         self.calls: list[Call] = []
         self.marks: dict[int, Mark] = {}  # of each call the last, which has gone through most transformations
         self.counts: Counter[Mark] | None = None  # of a traced program; None: one for each call of Python
+        self.unsure: dict[Mark, dict[str, None]] = {}  # why the count of a mark is not that of a run, as sentences
         self.masks: dict[int, np.ndarray] | None = None  # of calls that ran (:func:`executed`): the first mask array
         self.instead = instead  # computes a call, or returns NotImplemented
         self._thread = threading.get_ident()
@@ -147,9 +148,9 @@ def traced(step: Callable[..., Any], *args: Any) -> Harvest:
     """The attention calls of ``step(*args)``, counted in its traced program. Nothing is computed.
 
     Arrays among the arguments may be ``jax.ShapeDtypeStruct``; everything that is no array stays as it is. The body of
-    a scan counts as often as it runs, that of a while loop once, and each branch of a condition once. What
-    ``jax.checkpoint`` computes again in the backward pass does not count again. Inside ``shard_map`` shapes and counts
-    are those of one device. Raises what ``step`` raises.
+    a scan counts as often as it runs, that of a while loop once, and each branch of a condition once; ``unsure`` says
+    of which calls. What ``jax.checkpoint`` computes again in the backward pass does not count again. Inside
+    ``shard_map`` shapes and counts are those of one device. Raises what ``step`` raises.
     """
     leaves, tree = jax.tree.flatten(args)
     traced_at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -185,22 +186,32 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
-def _count(jaxpr: Any, times: int, found: Harvest) -> None:
-    """Add the marks in a program that runs ``times`` times."""
+# Operations whose bodies run as often as the numbers say.
+_BY_NUMBERS = {
+    "while": "how often its while loop runs (counted once)",
+    "cond": "which branch of its condition runs (each is counted once)",
+}
+
+
+def _count(jaxpr: Any, times: int, found: Harvest, unsure: tuple[str, ...] = ()) -> None:
+    """Add the marks in a program that runs ``times`` times, as far as that is sure."""
     for equation in jaxpr.eqns:
         params = equation.params
         if equation.primitive is _MARKER:
             if params["mark"].owner is found:
                 assert found.counts is not None  # noqa: S101 (for the type checker)
                 found.counts[params["mark"]] += times
+                found.unsure.setdefault(params["mark"], {}).update(dict.fromkeys(unsure))
         elif "prevent_cse" in params and params.get("differentiated"):
             continue  # jax.checkpoint in a backward pass: the calls of the forward pass again
         else:
-            inner = times * params.get("length", 1) if equation.primitive.name == "scan" else times
+            name = equation.primitive.name
+            inner = times * params.get("length", 1) if name == "scan" else times
+            reasons = (*unsure, _BY_NUMBERS[name]) if name in _BY_NUMBERS else unsure
             for value in params.values():
                 for each in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(each, ClosedJaxpr | core.Jaxpr):
-                        _count(getattr(each, "jaxpr", each), inner, found)
+                        _count(getattr(each, "jaxpr", each), inner, found, reasons)
 
 
 def _mark(arrays: Sequence[Any], mark: Mark) -> list[Any]:
@@ -330,6 +341,8 @@ def _place() -> str:
         frame = frame.f_back
     if frame is None:
         return "unknown place"
+    if str(frame.f_globals.get("__name__", "")).startswith("attnsuite.suite"):  # a method of a library is the step
+        return "the step itself"
     path, here = Path(frame.f_code.co_filename).resolve(), Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{frame.f_lineno}"
 

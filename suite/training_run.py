@@ -365,9 +365,16 @@ def _difference(key: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in now:
             if before.get(name) != now[name]:
-                was, found = typed.quoted(before.get(name)), typed.quoted(now[name])
+                was, found = _shown(before.get(name)), _shown(now[name])
                 return f"--resume: the run had {name}={was}, now it is {found}; they must be equal."
     return f"--resume: {key} differs from that of the run; resume with what it was started with."
+
+
+def _shown(value: Any) -> str:
+    """A setting as its flag has it: of a table, such as a mesh, each name with its value."""
+    if not isinstance(value, dict):
+        return typed.quoted(value)
+    return ",".join(f"{name}={typed.quoted(each)}" for name, each in value.items())
 
 
 def _keep(path: Path, done: int) -> list[float]:

@@ -41,16 +41,18 @@ def main() -> None:
 def answer_requests() -> NoReturn:
     """Reply ``{"ok": answer}``, or ``{"failed": status, "message": ...}``, until stdin ends.
 
-    A reply carries its request's ``token``. Two threads keep it and the pipe from the one that answers, which may run
-    code of the user.
+    A reply carries its request's ``token``. Two threads keep it and the pipes from the one that answers, which may run
+    code of the user; for that code stdin is empty.
     """
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.flush()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     tokens: queue.SimpleQueue[str] = queue.SimpleQueue()
     answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, tokens), daemon=True).start()
+    threading.Thread(target=_read, args=(lines, requests, tokens), daemon=True).start()
     threading.Thread(target=_write, args=(replies, tokens, answers), daemon=True).start()
     pid = os.getpid()
     while True:
@@ -81,8 +83,8 @@ def _write(replies: TextIO, tokens: queue.SimpleQueue[str], answers: queue.Simpl
         replies.flush()
 
 
-def _read(requests: queue.SimpleQueue[dict[str, Any]], tokens: queue.SimpleQueue[str]) -> None:
-    for line in sys.stdin:
+def _read(lines: TextIO, requests: queue.SimpleQueue[dict[str, Any]], tokens: queue.SimpleQueue[str]) -> None:
+    for line in lines:
         request = json.loads(line)
         tokens.put(request.pop("token"))
         requests.put(request)

@@ -43,6 +43,8 @@ def run(command: Choose) -> int:
 
     if not command.run_dirs:
         raise InputError("choose needs the directory of at least one run; attnsuite run writes one.")
+    if command.check is not None and command.check.resolve() in {path.resolve() for path in command.run_dirs}:
+        raise InputError(f"--check {command.check} is a run that the policy is made of; give a run of other problems.")
     files.check_file(command.out)
     found = sources_of(command.run_dirs)
     together, scored = extended(command.out, found), None

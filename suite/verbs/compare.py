@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import CHECK_FAILED, flag, tell
+from .flags import CHECK_FAILED, check_once, flag, tell
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that a step of a GitHub workflow appends Markdown to
 
@@ -31,6 +31,8 @@ class Compare:
 
 def run(command: Compare) -> int:
     """Print the comparison; the exit code says whether run B is worse."""
+    if command.trend or command.fail_on is not None:
+        check_once(command.runs)
     if command.trend:
         return _show_trend(command)
     from attnsuite import reports

@@ -9,7 +9,7 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -121,6 +121,12 @@ def arguments_of(command: Any) -> tuple[str, ...]:
         if value != field.default:
             arguments += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return tuple(arguments)
+
+
+def check_once(runs: Sequence[Path]) -> None:
+    """Raise InputError for a directory that is given twice: a run agrees with itself."""
+    if len({path.resolve() for path in runs}) < len(runs):
+        raise InputError(f"{' '.join(map(str, runs))} names a run twice; give each once.")
 
 
 def directory(out: Path | None, name: str) -> Path:

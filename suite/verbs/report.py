@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import InputError
-from .flags import flag
+from .flags import check_once, flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,10 @@ class Report:
 def run(command: Report) -> int:
     """Render the page of one run, or of several."""
     runs = (command.run_dir, *command.others)
-    if len({path.resolve() for path in runs}) < len(runs):
-        raise InputError(f"{' '.join(map(str, runs))} names a run twice; give each once.")
+    check_once(runs)
     if command.bundle is not None:
         return _pack(command)
-    if _is_zip(command.run_dir) and not command.run_dir.is_dir():
+    if _is_bundle(command.run_dir):
         return _verify(command)
     if command.out is None:
         return show(*runs)
@@ -47,10 +46,15 @@ def _is_zip(path: Path) -> bool:
     return path.suffix.lower() == ".zip"
 
 
+def _is_bundle(path: Path) -> bool:
+    return _is_zip(path) and not path.is_dir()
+
+
 def _pack(command: Report) -> int:
     from ..bundle import pack
 
-    if command.others or command.out is not None or command.bundle is None or not _is_zip(command.bundle):
+    other = _is_bundle(command.run_dir) or command.others or command.out is not None
+    if other or command.bundle is None or not _is_zip(command.bundle):
         raise InputError("--bundle takes one run and FILE.zip, as attnsuite report RUN --bundle RUN.zip.")
     if command.bundle.exists():
         raise InputError(f"{command.bundle} exists; give another --bundle.")

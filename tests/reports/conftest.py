@@ -53,9 +53,13 @@ def record():
 
     def make(backend="standard", **fields):
         changed = dataclasses.replace(BASE, **{"requested": backend, "resolved": backend, **fields})
+        named = {"kind": changed.kind, "name": changed.case}
+        problem = {name: named.get(name, value) for name, value in changed.problem.items()}
+        changed = dataclasses.replace(changed, problem=problem)
         if changed.key:
             return changed
-        key = f"{changed.case}/{changed.requested}/{changed.target}/{changed.mode or 'native'}"
+        row = changed.requested if changed.devices == 1 else f"{changed.requested}@{changed.devices}"
+        key = f"{changed.case}/{row}/{changed.target}/{changed.mode or 'native'}"
         return dataclasses.replace(changed, key=key)
 
     return make

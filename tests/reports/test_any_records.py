@@ -15,7 +15,12 @@ FLOATS = st.floats(-1e30, 1e30)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 SERIES = st.lists(FLOATS, max_size=2).map(tuple) | st.just((0.3, 0.1, 0.2, 0.1, 0.4, 0.2))
 ERRORS = st.builds(
-    TensorError,
+    lambda max_error, allowed, passed, **rest: TensorError(
+        max_error=max_error,
+        allowed=allowed,
+        passed=passed and max_error is not None and max_error <= allowed,
+        **rest,
+    ),
     max_error=st.none() | FLOATS,
     rms_error=st.none() | FLOATS,
     standard_error=st.none() | FLOATS,
@@ -89,7 +94,7 @@ FIELDS = st.fixed_dictionaries({
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(FIELDS, min_size=1, max_size=5))
 def test_any_records_render_and_compare(record, tmp_path, drawn):
-    records = [record(key=f"cell-{i}", **fields) for i, fields in enumerate(drawn)]
+    records = [record(**fields | {"case": f"{fields['case']}-{i}"}) for i, fields in enumerate(drawn)]
     folders = tmp_path / "a", tmp_path / "b"
     for folder, kept in zip(folders, (records, records[:1]), strict=True):
         folder.mkdir(exist_ok=True)

@@ -190,7 +190,7 @@ def test_rows_without_the_figures_that_the_page_reads_are_no_rows_of_it(gate_rec
     assert all(kascade.is_kascade(each) for each in group([whole, *others]))
     spoilt = dataclasses.replace(whole, **without)
     assert not any(kascade.is_kascade(each) for each in group([spoilt, *others]))
-    build(load(write_run(spoilt, *others)))
+    build(load(write_run(spoilt, *(dataclasses.replace(each, problem=spoilt.problem) for each in others))))
 
 
 def test_what_an_older_record_leaves_out_of_its_problem_has_its_default(gate_records):

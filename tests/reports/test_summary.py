@@ -50,6 +50,16 @@ def test_ratio_is_to_a_standard_with_right_numbers_in_the_same_rounds(record):
     assert not ratio(dataclasses.replace(record(), resolved="chunked", mode="fallback"))[0].startswith("1.00")
 
 
+def test_a_case_of_two_devices_is_two_cases_with_a_baseline_each(record):
+    fast = [record(name, target="cuda:h100", samples=(0.002,) * 10) for name in ("standard", "chunked")]
+    lines = list(summary_lines([record(), record("chunked"), *fast]))
+    case = record().case
+    assert [line for line in lines if line.startswith(case)] == [
+        f"{case}, for {target}" for target in ("cpu", "cuda:h100")
+    ]
+    assert [" 1.00" in line for line in lines if line.strip().startswith("chunked")] == [True, True]
+
+
 def test_the_summary_fits_80_columns(record):
     """The log has the whole names; the table cuts the middle of a long one."""
     long = record("ragged_paged_attention", mode="interpret", resolved="ragged_paged_attention")

@@ -16,6 +16,15 @@ def test_suite_file_is_refused(tmp_path, refused):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("words", ["report LINK", "compare LINK run", "convert --input=LINK", "run --model LINK"])
+def test_link_that_leads_to_itself_is_refused(tmp_path, refused, words):
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    assert f"{link}: Too many levels of symbolic links; give another path." in refused(
+        *words.replace("LINK", str(link)).split()
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "expected"), [(b"", "is empty"), (b" \n\n", "is empty"), (b"\xff\xfe", "not UTF-8")]
 )

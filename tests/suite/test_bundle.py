@@ -60,7 +60,7 @@ def edited(path, edit, *, hashes=False):
         for line in lines:
             chain = hashlib.sha256(f"{chain}\n{line}".encode()).hexdigest()
         head |= {"records": len(lines), "chain": chain}
-        head["sha256"][RECORDS] = hashlib.sha256(texts[RECORDS].encode()).hexdigest()
+        head["sha256"] = {name: hashlib.sha256(texts[name].encode()).hexdigest() for name in texts if name != HEAD}
         texts[HEAD] = json.dumps(head)
     return rewritten(path, texts)
 
@@ -92,7 +92,7 @@ def test_no_path_user_or_host_is_in_it(run_dir, tmp_path, monkeypatch):
     lines[0] |= {
         "requested": function,
         "resolved": function,
-        "key": f"{lines[0]['case']}/{function}/{lines[0]['target']}",
+        "key": f"{lines[0]['case']}/{function}/{lines[0]['target']}/{lines[0]['mode'] or 'native'}",
     }
     lines[0]["environment"]["flags"] = {"XLA_FLAGS": "--xla_dump_to=/home/ada/dump"}
     (run_dir / RECORDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -177,7 +177,7 @@ def of_another_source(records):
         (faster, "this machine needs at least"),
         (slower, "its samples take"),
         (looser, "the bound of out does not follow"),
-        (excused, "out passed with an error outside its bound"),
+        (excused, "a line is no record .out passed with an error of 1, and"),
         (wrong_but_ok, "it is ok with a tensor outside its bound"),
         (right_but_wrong, "it is wrong with every tensor inside its bound"),
         (of_another_version, "is of other versions"),
@@ -191,6 +191,13 @@ def of_another_source(records):
 def test_record_that_contradicts_itself_is_refused_with_right_hashes(packed, edit, reason):
     with pytest.raises(InputError, match=reason):
         verified(edited(packed, edit, hashes=True))
+
+
+@pytest.mark.parametrize("manifest", ["garbage", "{}", '{"surprise": 1}'])
+def test_manifest_that_could_not_be_read_is_refused_with_right_hashes(packed, tmp_path, manifest):
+    forged = edited(rewritten(packed, texts_of(packed) | {MANIFEST: manifest}), lambda records: records, hashes=True)
+    with pytest.raises(InputError, match=r"is refused: its run\.json is damaged or of another version"):
+        verified(forged)
 
 
 def test_a_problem_that_is_wrong_by_other_faults_contradicts_nothing():
@@ -290,12 +297,20 @@ def test_verb_packs_verifies_and_unpacks_only_where_it_is_told_to(run_dir, tmp_p
     assert (tmp_path / "theirs" / "report.md").is_file()
     for words in ((run_dir, "--bundle", tmp_path / "x.tar"), (target, run_dir), (run_dir, run_dir, "--bundle", target)):
         assert code_of("report", *words) == 2
+    capsys.readouterr()
+    assert code_of("report", target, "--bundle", tmp_path / "again.zip") == 2
+    assert "--bundle takes one run and FILE.zip" in capsys.readouterr().err
 
 
 def test_conformance_of_a_run_on_a_device_is_part_of_its_bundle(run_dir, tmp_path):
     records = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
     held = timed(records) | {"kind": "conformance", "problem": {"kind": "conformance", "name": "causal"}, "samples": []}
-    held |= {"key": "causal/standard", "suite": "judge", "case": "causal", "facts": {"gradients": True, "share": 0.5}}
+    held |= {
+        "key": f"causal/{held['requested']}/{held['target']}/{held['mode']}",
+        "suite": "judge",
+        "case": "causal",
+        "facts": {"gradients": True, "share": 0.5},
+    }
     folder = run_dir / CONFORMANCE
     folder.mkdir()
     (folder / RECORDS).write_text(json.dumps(held) + "\n")

@@ -1,5 +1,6 @@
 """Policies from records, and a policy held against the records of other problems."""
 
+import dataclasses
 import json
 from importlib import metadata
 
@@ -33,11 +34,14 @@ def write_run(tmp_path):
         for case, cells in cases.items():
             for backend, seconds in cells.items():
                 fields = {
-                    "key": f"{case.name}/{backend}/{HERE}/native", "target": HERE, "environment": ENVIRONMENT,
+                    "target": HERE, "environment": ENVIRONMENT,
                     "samples": tuple(seconds * (1 + 0.001 * i) for i in range(10)),
                     "memory": {"compiled_argument": 1, "compiled_output": 2, "compiled_temp": 4},
                 }  # fmt: skip
-                lines.append(record_of(case, backend, **fields | changes).to_json() + "\n")
+                made = record_of(case, backend, **fields | changes)
+                row = made.requested if made.devices == 1 else f"{made.requested}@{made.devices}"
+                key = f"{case.name}/{row}/{made.target}/{made.mode}"
+                lines.append(dataclasses.replace(made, key=key).to_json() + "\n")
         (folder / "records.jsonl").write_text("".join(lines))
         return folder
 
@@ -124,6 +128,15 @@ def test_runs_of_two_machines_are_two_sources_and_one_run_of_both_is_refused(wri
     assert (one.cores, one.versions) != (two.cores, two.versions)
     (run / "records.jsonl").write_text((run / "records.jsonl").read_text() + (other / "records.jsonl").read_text())
     with pytest.raises(InputError, match=f"a was measured with {what}.*; choose from runs that each have one device"):
+        sources_of([run])
+
+
+def test_a_case_of_two_devices_in_one_run_is_refused(write_run):
+    """Of the two cells of the case one would be left out before devices are compared."""
+    run = write_run("a", {op(64): {"standard": 1.0}})
+    other = write_run("b", {op(64): {"standard": 1.0}}, target="cuda:h100", environment=ENVIRONMENT | {"session": "2"})
+    (run / "records.jsonl").write_text((run / "records.jsonl").read_text() + (other / "records.jsonl").read_text())
+    with pytest.raises(InputError, match=r"a was measured with the device cuda:h100 and with cpu.*; choose from runs"):
         sources_of([run])
 
 

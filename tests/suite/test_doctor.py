@@ -85,6 +85,24 @@ def test_fault_of_a_foreign_package_is_a_reason_of_its_backend_alone(found, unas
     assert not any(reasons["chunked"])
 
 
+def test_backend_that_does_not_load_stands_below_no_device_and_has_its_reason(found):
+    lines = list(describe(found | {"backends": [by_name(found)["unloadable"]]}))
+    below = " ".join(" ".join(lines[lines.index("runs nowhere, as installed here") :]).split())
+    assert "unloadable" in below
+    assert "RuntimeError: built for another JAX" in below
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [("JAX_ENABLE_X64", "invalid truth value 'banana'"), ("JAX_NUM_CPU_DEVICES", "for JAX flag jax_num_cpu_devices")],
+)
+def test_variable_that_jax_does_not_take_is_named(variable, sentence):
+    done = python("-m", "attnsuite", "doctor", **{variable: "banana"})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert sentence in done.stderr
+    assert variable in done.stderr.rpartition("unset it: ")[2]
+
+
 def test_devices_that_are_not_here_are_named_with_the_variable_that_asked_for_them():
     done = python("-m", "attnsuite", "doctor", JAX_PLATFORMS="cuda")
     assert done.returncode == 2

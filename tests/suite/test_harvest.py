@@ -159,6 +159,19 @@ def test_jitted_layer_counts_each_time_it_is_called_and_vmap_multiplies_the_batc
     assert across.sentences == ("8 queries and 3 keys: a case has as many queries as keys, or one query.",)
 
 
+def test_a_while_loop_and_a_condition_say_that_their_calls_count_once():
+    def step(x):
+        attend = jax.nn.dot_product_attention
+        last = jax.lax.while_loop(lambda x: x.sum() < 5, lambda x: attend(x, x, x), x)
+        return last, jax.lax.cond(x.sum() > 0, lambda: attend(x, x, x, is_causal=True), lambda: x)
+
+    rows = problems_of(traced(step, shaped(1, 8, 2, 16)))
+    assert [(row.count, row.sentences) for row in rows] == [
+        (1, ("how often its while loop runs (counted once)",)),
+        (1, ("which branch of its condition runs (each is counted once)",)),
+    ]
+
+
 def test_call_through_this_package_says_decode_steps_and_what_no_case_has():
     def step(q, k, ids, lengths):
         packed = backends.attention(
@@ -219,7 +232,7 @@ def test_other_threads_are_not_collected():
 
 
 SCRIPT = """
-import jax, jax.numpy as jnp
+import flax.linen, jax, jax.numpy as jnp
 
 def step(x, y):
     a = jax.nn.dot_product_attention(x, x, x, is_causal=True)
@@ -229,6 +242,10 @@ def fn():
     print("what a script prints is no line of the suite file")
     shape = jax.ShapeDtypeStruct((1, 8, 4, 16), jnp.float32)
     return step, (shape, jax.ShapeDtypeStruct((1, 8, 4, 16), jnp.bfloat16))
+
+def method():
+    model, x = flax.linen.MultiHeadDotProductAttention(2), jnp.ones((1, 8, 16))
+    return model.apply, (jax.eval_shape(model.init, jax.random.key(0), x), x)
 
 def nothing():
     return jnp.sin, (1.0,)
@@ -268,6 +285,8 @@ def test_command_writes_a_suite_file_that_runs_take(script, capsys):
     assert Path("mine.toml").read_text() == out
     assert "# The attention calls of train.py:fn: 3 calls, 3 problems.\n" in out
     assert "# 1 call: train.py:5 (jax.nn.dot_product_attention)\n" in out
+    _, out, _ = finished(capsys, "train.py:method")
+    assert "# 1 call: the step itself (flax.linen.dot_product_attention)\n" in out
 
 
 @pytest.mark.parametrize(

@@ -178,12 +178,12 @@ def test_end_of_a_worker_is_seen_although_what_it_forked_holds_its_pipe(tmp_path
 
 
 FORKING = """
-import functools, os, time
+import functools, os, sys, time
 from attnsuite.suite.grid import call
 from attnsuite.suite.grid.worker import answer_requests
 
 def answer(number):
-    print("a plug-in may print")
+    print("a plug-in may print, and read", sys.stdin.read())
     for stays in (True, False):
         if os.fork() == 0:
             if stays:
@@ -198,7 +198,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker(tmp_path, monkeypatch):
+def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker_and_stdin_is_empty_for_it(tmp_path, monkeypatch):
     (tmp_path / "answers.py").write_text(FORKING)
     script = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / 'answers.py'))}\n"
     monkeypatch.setattr(sys, "executable", str(fake(tmp_path, script)))

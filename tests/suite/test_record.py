@@ -16,6 +16,7 @@ from attnsuite.suite.record import Record, RecordError, TensorError
 from attnsuite.suite.store import read_record
 from attnsuite.suite.typed import printable
 
+PASSED = {"rms_error": None, "standard_error": None, "allowed": 0.1, "passed": True}
 numbers = st.floats(-1e100, 1e100)
 texts = st.text().map(printable)  # what controls a terminal is spelled when it is read
 
@@ -83,11 +84,24 @@ def test_what_is_no_record_is_refused_with_a_reason(line):
             "facts.role = 'tuba' must be one",
         ),
         ({"kind": "loss_curve", "facts": {"role": "noise", "losses": ["x"]}}, r"facts.losses.0 = 'x' must be a number"),
+        ({"mode": "interpret"}, "key = 'c/standard/cpu/native' is not c/standard/cpu/interpret, as its case, backend,"),
+        ({"devices": 2}, "is not c/standard@2/cpu/native, as"),
+        ({"requested": "chunked"}, "is not c/chunked/cpu/native, as"),
+        ({"problem": {"kind": "op_decode"}}, "problem.kind = 'op_decode' is not the record's, 'op_forward'"),
+        ({"problem": {"name": "d"}}, "problem.name = 'd' is not the record's, 'c'"),
+        ({"accuracy": {"out": PASSED | {"max_error": 0.2}}}, "out passed with an error of 0.2, and 0.1 is allowed"),
+        ({"accuracy": {"out": PASSED | {"max_error": None}}}, "out passed with an error that is not finite"),
     ],
 )
 def test_damaged_record_is_refused(example_record, change, match):
     with pytest.raises(RecordError, match=match):
         read_record(json.dumps(json.loads(example_record.to_json()) | change).encode())
+
+
+def test_an_approximation_may_pass_with_an_error_above_the_bound_of_exact_backends(example_record):
+    changed = {"exact": False, "accuracy": {"out": PASSED | {"max_error": 0.2}}}
+    found = read_record(json.dumps(json.loads(example_record.to_json()) | changed).encode())
+    assert found.accuracy["out"].passed
 
 
 @pytest.mark.parametrize("value", ["1e400", "NaN", "9" * 5000, "[" * 2000 + "]" * 2000])
@@ -124,7 +138,7 @@ def test_what_could_not_be_read_again_is_not_made(example_record):
     ],
 )
 def test_calls_of_before_kv_layout_read_as_they_were_measured(example_record, problem, layout):
-    record = dataclasses.replace(example_record, problem=problem)
+    record = dataclasses.replace(example_record, kind=problem["kind"], problem=problem)
     assert read_record(record.to_json().encode()).problem == {**problem, "kv_layout": layout}
 
 

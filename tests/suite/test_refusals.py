@@ -53,6 +53,8 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--resume", "--out", "nowhere"], "nowhere"),
         (["--out", ""], "is given an empty value; give one, or leave it out."),
         (["--out="], "is given an empty value; give one, or leave it out."),
+        (["--out=~/runs"], "--out=~/runs: the shell left ~ as it is; write $HOME/runs instead."),
+        (["--out", "/dev/null"], "/dev/null is no directory; give the path of one, which may be new."),
         (["--weights_dir", "DIR"], "--weights_dir is a flag of the guides; here it is --model DIR"),
         (["--device=gpu"], "--device is a flag of the guides; here it is JAX_PLATFORMS"),
         # of a checkpoint
@@ -204,13 +206,18 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "choose": [
         ([], "needs the directory of at least one run"),
         (["nowhere"], "nowhere holds no records.jsonl"),
+        (["run", "--check", "./run"], "--check run is a run that the policy is made of; give a run of other problems."),
     ],
     "report": [
         ([""], "is given an empty value; give one, or leave it out."),
         (["."], "no records.jsonl"),
         (["run", "other", "./run"], "run other run names a run twice; give each once"),
     ],
-    "compare": [(["run", "nowhere"], "holds no records.jsonl")],
+    "compare": [
+        (["run", "nowhere"], "holds no records.jsonl"),
+        (["run", "./run", "--fail-on", "wrong"], "run run names a run twice; give each once"),
+        (["--trend", "run", "other", "./run"], "run other run names a run twice; give each once"),
+    ],
     "compare-runs": [([], "compare")],
     "walk": [([], "walk")],
     **{verb: [(["--out", "out"], f"{verb} is no longer a verb; use {FORMER[verb]}.")] for verb in FORMER},

@@ -12,7 +12,7 @@ from attnsuite.suite.store import MANIFEST, RECORDS, Manifest, RunStore, parse_r
 
 @pytest.fixture
 def other(example_record):
-    return dataclasses.replace(example_record, key="c/chunked/cpu/native")
+    return dataclasses.replace(example_record, key="c/chunked/cpu/native", requested="chunked")
 
 
 def fill(folder, *records):
@@ -57,6 +57,20 @@ def test_a_key_that_comes_twice_is_refused(tmp_path, example_record):
     fill(tmp_path, example_record, example_record)
     with pytest.raises(InputError, match="more than one record"):
         RunStore(tmp_path, resume=True)
+
+
+def test_a_case_that_means_two_problems_is_refused(tmp_path, example_record, other):
+    fill(tmp_path, example_record, dataclasses.replace(other, problem={"sequence": 128}))
+    with pytest.raises(
+        InputError, match=r"case c means two problems \(c/standard/cpu/native and c/chunked/cpu/native\)"
+    ):
+        parse_records(tmp_path / RECORDS)
+
+
+def test_a_last_line_that_was_edited_is_refused_and_not_dropped(tmp_path, example_record, other):
+    fill(tmp_path, example_record, dataclasses.replace(other, mode="interpret"))
+    with pytest.raises(InputError, match=r"line 2 of .* is not c/chunked/cpu/interpret, as its case"):
+        parse_records(tmp_path / RECORDS)
 
 
 def test_second_run_into_one_directory_is_refused_until_the_first_ends(tmp_path):

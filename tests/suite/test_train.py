@@ -17,6 +17,7 @@ from attnsuite.backends.choices import problem_of
 from attnsuite.models import PRESETS, TextFile, load, load_shipped, lora
 from attnsuite.models.kascade import calibration
 from attnsuite.models.resume import SavedSteps, missing
+from attnsuite.models.sharded_training import MeshSizes
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.named_model import model_of
 from attnsuite.suite.training_run import LOSSES, TrainRequest, execute, open_training
@@ -61,6 +62,8 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert len(losses(cut)) == 3  # one more than what was saved: it runs again
     with pytest.raises(InputError, match=r"the run had learning_rate=0.01, now it is 0.02; they must be equal"):
         execute(TrainRequest(**WORDS | {"learning_rate": 0.02}), cut, resume=True, say=silent)
+    with pytest.raises(InputError, match=r"the run had mesh=nothing, now it is data=1,fsdp=1,heads=1,context=1; they"):
+        execute(TrainRequest(**WORDS | {"mesh": MeshSizes()}), cut, resume=True, say=silent)
     said = []
     execute(TrainRequest(**WORDS), cut, resume=True, say=said.append)
     assert said[0] == "resuming behind step 2"

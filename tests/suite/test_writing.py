@@ -60,11 +60,20 @@ def test_record_that_cannot_be_written_is_a_sentence_and_the_others_are_kept(run
     assert (run / "records.jsonl").read_bytes().startswith(whole)
 
 
+def test_records_that_are_gone_are_not_said_to_be_kept(run, example_record):
+    (run / "run.json").write_text("{}")
+    with RunStore(run, resume=True) as store:
+        (run / "records.jsonl").unlink()
+        with pytest.raises(InputError, match=r"records\.jsonl is gone, and the records that were in it are lost"):
+            store.append([dataclasses.replace(example_record, requested="chunked", key="c/chunked/cpu/native")])
+    assert not (run / "records.jsonl").exists()
+
+
 def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
     with RunStore(tmp_path / "run", resume=False) as store:
         (tmp_path / "run" / "lock").unlink()
         (tmp_path / "run").rmdir()
-        with pytest.raises(InputError, match=r"No such file or directory\. What is done is kept"):
+        with pytest.raises(InputError, match=r"No such file or directory\.$"):
             store.append([example_record])
         with pytest.raises(InputError, match="cannot write to"):
             files.write_json(store.directory / "run.json", {})
@@ -134,7 +143,8 @@ def test_compiling_nothing_for_want_of_a_compiler_is_no_success(
         with RunStore(request.out, resume=False) as store:
             for number, error in enumerate(errors):
                 status = {"status": "ok"} if error is None else {"status": "unsupported", "error": error}
-                store.append([dataclasses.replace(example_record, key=str(number), mode="compile", **status)])
+                fields = {"key": f"c/{number}/cpu/compile", "requested": str(number), "mode": "compile"}
+                store.append([dataclasses.replace(example_record, **fields, **status)])
             return store.records
 
     monkeypatch.setattr(compile_run, "compile_all", compile_all)
