@@ -129,7 +129,10 @@ class Plan:
         query, key, value, terms = varying((query, key, value, terms), (query, key, value, terms))
         present = (sinks.finite(terms),) if check_terms(self.spec, terms) else ()
         with forward_mode_explained():
-            return self.attend(query, key, value, layer, carry, *present)
+            found, carry = self.attend(query, key, value, layer, carry, *present)
+        if terms.sinks is not None and self.spec is not None and self.spec.return_log_sum_exp:
+            found = found[0], sinks.minus_infinity(terms.sinks, found[1])
+        return found, carry
 
 
 _NO_LAYER = (
