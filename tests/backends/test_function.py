@@ -90,6 +90,21 @@ def test_allow_list_bounds_sizes_too_and_the_backend_can_be_a_static_argument():
     assert hash(mine) == hash(from_function(divide_by_zero, takes=Takes(head_dims=(64,))))
 
 
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (lambda query, *_: query.astype(jnp.float16), r"float16\[2, 4, 2, 8\]"),
+        (lambda query, *_: query[:, :, :1], r"float32\[2, 4, 1, 8\]"),
+        (lambda query, *_: (query, query), r"float32\[2, 4, 2, 8\] and float32\[2, 4, 2, 8\]"),
+        (lambda *_: None, r"NoneType\[\]"),
+    ],
+)
+def test_what_a_function_returns_beside_the_contract_is_named(function, returned):
+    mine, x = from_function(function, name="mine"), jnp.ones((2, 4, 2, 8))
+    with pytest.raises(ValueError, match=rf"'mine' returned {returned}; expected float32\[2, 4, 2, 8\]\."):
+        plan(mine, AttentionSpec(**SPEC), Layout(), target=HERE).run(x, x, x)
+
+
 def test_what_cannot_be_a_backend_is_a_sentence():
     with pytest.raises(TypeError, match="3 is not a function"):
         from_function(3)
