@@ -26,7 +26,7 @@ from .devices import Target
 from .explicit_mesh import shares
 from .features import Mode
 from .layer_stack import LayerStack, Number, StackedLayer, check_layer
-from .layout import Layout, as_array, check_layout, known, make_spec
+from .layout import Layout, as_array, check_layout, check_result, known, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
 from .operands import EitherArray, Terms
@@ -381,7 +381,9 @@ class _Program:
             raise ValueError(
                 f"the LayerStack has {self.stacked} layers and the schedule {made.num_layers}; make them of one number."
             )
-        return made.run(query, key, value, terms=terms, layer=self.layer if layer is None else layer, carry=carry)
+        found = made.run(query, key, value, terms=terms, layer=self.layer if layer is None else layer, carry=carry)
+        check_result(self.backend.name, self.spec, found[0])
+        return found
 
 
 @functools.partial(jax.jit, static_argnames="program")

@@ -256,6 +256,17 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
             raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {dtype}; cast one, or plan anew.")
 
 
+def check_result(name: str, spec: AttentionSpec, found: Any) -> None:
+    """Raise ValueError unless the backend ``name`` returned an output, and a log-sum-exp if asked for, of ``spec``."""
+    shape = [spec.batch, spec.query_length, spec.num_heads, spec.value_head_dim]
+    arrays = list(found) if isinstance(found, tuple | list) else [found]
+    given = [(str(getattr(x, "dtype", type(x).__name__)), list(getattr(x, "shape", ()))) for x in arrays]
+    expected = [(spec.dtype, shape), ("float32", shape[:3])][: 1 + spec.return_log_sum_exp]
+    if given[0] != expected[0] or [size for _, size in given] != [size for _, size in expected]:
+        returned, wanted = (" and ".join(f"{dtype}{size}" for dtype, size in each) for each in (given, expected))
+        raise ValueError(f"the backend {name!r} returned {returned}; expected {wanted}.")
+
+
 def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
     """The shape of keys and values without their last axis: of pages, or of the slots of each sequence."""
     rows, slots = spec.batch, spec.key_value_length

@@ -12,9 +12,11 @@ from attnsuite.backends import (
     Takes,
     Target,
     Terms,
+    attention,
     from_function,
     masks,
     plan,
+    registry,
     support,
 )
 
@@ -99,10 +101,12 @@ def test_allow_list_bounds_sizes_too_and_the_backend_can_be_a_static_argument():
         (lambda *_: None, r"NoneType\[\]"),
     ],
 )
-def test_what_a_function_returns_beside_the_contract_is_named(function, returned):
-    mine, x = from_function(function, name="mine"), jnp.ones((2, 4, 2, 8))
+def test_what_a_function_returns_beside_the_contract_is_named_by_a_call(monkeypatch, function, returned):
+    monkeypatch.setattr(registry, "DEFAULT", registry.Registry())
+    registry.register(from_function(function, name="mine"))
+    x = jnp.ones((2, 4, 2, 8))
     with pytest.raises(ValueError, match=rf"'mine' returned {returned}; expected float32\[2, 4, 2, 8\]\."):
-        plan(mine, AttentionSpec(**SPEC), Layout(), target=HERE).run(x, x, x)
+        attention(x, x, x, backend="mine", on_unavailable="raise")
 
 
 def test_what_cannot_be_a_backend_is_a_sentence():
