@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .merging import Seen
-from .operands import Terms
+from .operands import EitherArray, Terms
 
 _LEAST = -1e30
 
@@ -28,7 +28,7 @@ def finite(terms: Terms) -> Terms:
 
 
 def minus_infinity(
-    sinks: Float[Array, " heads"], log_sum_exp: Float[Array, "batch q_len heads"]
+    sinks: Float[EitherArray, " heads"], log_sum_exp: Float[Array, "batch q_len heads"]
 ) -> Float[Array, "batch q_len heads"]:
     """The log-sum-exp, -inf where a row sees no key and its head has no sink, in place of the number for this sink."""
     return jnp.where(jnp.isneginf(sinks)[None, None] & (log_sum_exp <= _LEAST), -jnp.inf, log_sum_exp)

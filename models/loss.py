@@ -31,9 +31,8 @@ def next_token_loss(
     >>> float(next_token_loss(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int)))  # doctest: +ELLIPSIS
     0.6931...
     """
-    tokens, segment_ids, mask, padding_mask = (
-        None if x is None else jnp.asarray(x) for x in (tokens, segment_ids, mask, padding_mask)
-    )
+    tokens = jnp.asarray(tokens)
+    segment_ids, mask, padding_mask = (None if x is None else jnp.asarray(x) for x in (segment_ids, mask, padding_mask))
     if logits.ndim != 3 or tokens.shape != logits.shape[:2] or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"logits is {logits.dtype}{list(logits.shape)} and tokens is {tokens.dtype}{list(tokens.shape)}; expected "
