@@ -24,7 +24,7 @@ from .contract import Carry
 from .derivatives import forward_mode_explained
 from .features import Mode
 from .layer_stack import LayerStack, Number, StackedLayer, check_layer
-from .layout import Layout, check_layout, make_spec
+from .layout import Layout, as_array, check_layout, check_result, known, make_spec
 from .manual_axes import varying
 from .masks import MaskFunction
 from .operands import EitherArray, Terms
@@ -164,13 +164,13 @@ def attention(
     (1, 4, 2, 8)
     """
     layout = Layout(
-        query_segment_ids=_known(query_segment_ids),
-        key_value_segment_ids=_known(key_value_segment_ids),
-        query_positions=_known(query_positions),
-        key_value_positions=_known(key_value_positions),
-        key_value_seq_lengths=_known(key_value_seq_lengths),
-        page_table=_known(page_table),
-        mask=_as_array(mask),
+        query_segment_ids=known("query_segment_ids", query_segment_ids),
+        key_value_segment_ids=known("key_value_segment_ids", key_value_segment_ids),
+        query_positions=known("query_positions", query_positions),
+        key_value_positions=known("key_value_positions", key_value_positions),
+        key_value_seq_lengths=known("key_value_seq_lengths", key_value_seq_lengths),
+        page_table=known("page_table", page_table),
+        mask=as_array("mask", mask),
     )
     return _attend(
         query,
@@ -178,11 +178,11 @@ def attention(
         value,
         layout,
         Terms(
-            bias=_as_array(bias),
-            sinks=_as_array(sinks),
-            alibi=_as_array(alibi),
-            key_scales=_as_array(key_scales),
-            value_scales=_as_array(value_scales),
+            bias=as_array("bias", bias),
+            sinks=as_array("sinks", sinks),
+            alibi=as_array("alibi", alibi),
+            key_scales=as_array("key_scales", key_scales),
+            value_scales=as_array("value_scales", value_scales),
         ),
         backend,
         {"mode": mode, "on_unavailable": on_unavailable, "options": backend_options, "policy": policy},
@@ -284,7 +284,7 @@ def dot_product_attention(
         query,
         key,
         value,
-        Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=_known(key_value_seq_lengths)),
+        Layout(mask=_as_4d("mask", mask), key_value_seq_lengths=known("key_value_seq_lengths", key_value_seq_lengths)),
         Terms(bias=_as_4d("bias", bias)),
         backend,
         request,
@@ -324,7 +324,7 @@ def _attend(
     ``request`` are the other arguments of :func:`resolve`.
     """
     check_layer(layer)
-    query, key, value = jnp.asarray(query), jnp.asarray(key), _as_array(value)
+    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     spec = make_spec(query, key, value, layout, terms, scale=_as_float(scale), **options)
     asked = resolve(backend, spec, **request)
     # Equal programs are one, whatever was asked for and refused before.
@@ -372,7 +372,9 @@ class _Program:
             raise ValueError(
                 f"the LayerStack has {self.stacked} layers and the schedule {made.num_layers}; make them of one number."
             )
-        return made.run(query, key, value, terms=terms, layer=self.layer if layer is None else layer, carry=carry)
+        found = made.run(query, key, value, terms=terms, layer=self.layer if layer is None else layer, carry=carry)
+        check_result(self.resolution.backend.name, self.resolution.spec, found[0])
+        return found
 
 
 @functools.partial(jax.jit, static_argnames="program")
@@ -420,20 +422,11 @@ def _as_float(scale: Any) -> Any:
     return scale
 
 
-def _known(x: Any) -> EitherArray | None:
-    """A NumPy array as it is: its numbers can be read without waiting for a device, and JAX would make them int32."""
-    return x if isinstance(x, np.ndarray) else _as_array(x)
-
-
-def _as_array(x: Any) -> Array | None:
-    return None if x is None else jnp.asarray(x)
-
-
 def _as_4d(name: str, x: Any, least: int = 0) -> Any:
     """The array with axes of size one in front, up to four, as JAX accepts it."""
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = as_array(name, x)
     if not least <= x.ndim <= 4:
         raise ValueError(
             f"{name} has shape {x.shape}; expected {f'{least} or 4' if least else 'at most 4'} dimensions."

@@ -130,7 +130,10 @@ class Plan:
         check_terms(self.spec, terms)
         present = (sinks.finite(terms),) if terms.given() else ()
         with forward_mode_explained():
-            return self.attend(query, key, value, layer, carry, *present)
+            found, carry = self.attend(query, key, value, layer, carry, *present)
+        if terms.sinks is not None and self.spec is not None and self.spec.return_log_sum_exp:
+            found = found[0], sinks.minus_infinity(terms.sinks, found[1])
+        return found, carry
 
 
 _NO_LAYER = (

@@ -35,10 +35,11 @@ def traced_apart(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
     tree of an argument from placeholders too, which are no arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
+    known = [None if isinstance(x, jax.Array) else x for x in leaves]  # no traced array: a program keeps `restored`
 
     def restored(traced: list[Array]) -> Any:
         rest = iter(traced)
-        return structure.unflatten([next(rest) if isinstance(x, jax.Array) else x for x in leaves])
+        return structure.unflatten([next(rest) if x is None else x for x in known])
 
     return [x for x in leaves if isinstance(x, jax.Array)], restored
 
@@ -57,15 +58,20 @@ def first_derivative(gradients: Callable[..., Any]) -> Callable[..., Any]:
 def forward_only(attend: Callable[..., Any]) -> Callable[..., Any]:
     """The ``attend`` of a plan without gradients. Differentiating it raises ValueError with what to plan instead."""
 
-    def no_gradient(*_: Any) -> Any:
-        raise ValueError(NO_GRADIENT)
-
-    by_number = jax.custom_vjp(attend, nondiff_argnums=(3,))
-    by_number.defvjp(no_gradient, no_gradient)
-    traced = jax.custom_vjp(attend)
-    traced.defvjp(no_gradient, no_gradient)
-
     def run(query: Any, key: Any, value: Any, layer: Any, *rest: Any) -> Any:
-        return (traced if isinstance(layer, jax.Array) else by_number)(query, key, value, layer, *rest)
+        query, key, value, rest = _without_gradient((query, key, value, rest))
+        return attend(query, key, value, layer, *rest)
 
     return run
+
+
+@jax.custom_vjp
+def _without_gradient(operands: Any) -> Any:
+    return operands
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise ValueError(NO_GRADIENT)
+
+
+_without_gradient.defvjp(_no_gradient, _no_gradient)

@@ -80,6 +80,7 @@ def make_spec(
     with the shape or dtype given and the one expected. With a page table, key and value are pages. If
     ``value`` is None, the values are the first ``value_head_dim`` numbers of the keys.
     """
+    check_kinds(layout, terms)
     in_keys = value is None
     if in_keys and value_head_dim is None:
         raise ValueError(
@@ -93,9 +94,9 @@ def make_spec(
         )
     value = key if in_keys else value
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if len(x.shape) != 4:
+        if len(_shape(name, x)) != 4:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected 4 dimensions [batch, length, heads, head_dim]."
+                f"{name} has shape {_shape(name, x)}; expected 4 dimensions [batch, length, heads, head_dim]."
             )
     batch, q_len, heads, head_dim = query.shape
     rows, kv_len, kv_heads, v_dim = value.shape
@@ -111,7 +112,7 @@ def make_spec(
         )
     if layout.page_table is not None:
         options |= {"num_pages": rows, "page_size": kv_len}
-        table = tuple(layout.page_table.shape)
+        table = _shape("page_table", layout.page_table)
         if len(table) != 2 or table[0] != batch or not table[1]:
             raise ValueError(
                 f"page_table has shape {table}; expected ({batch}, pages_per_sequence), a row per sequence."
@@ -148,10 +149,17 @@ def make_spec(
     return spec
 
 
-def fit(spec: AttentionSpec, layout: Layout) -> Layout:
-    """The layout as backends take it: :func:`check_layout`'s, with lengths between 0 and all slots."""
+def check_kinds(layout: Any, terms: Any) -> None:
+    """Raise TypeError for what is no :class:`Layout` and what are no :class:`Terms`."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout={layout!r} is no Layout; give Layout(mask=...), with the name of each array.")
+    if not isinstance(terms, Terms):
+        raise TypeError(f"terms={terms!r} is no Terms; give Terms(bias=...), with the name of each operand.")
+
+
+def fit(spec: AttentionSpec, layout: Layout) -> Layout:
+    """The layout as backends take it: :func:`check_layout`'s, with lengths between 0 and all slots."""
+    check_kinds(layout, NO_TERMS)
     layout = check_layout(spec, layout)
     lengths = layout.key_value_seq_lengths
     if isinstance(lengths, np.ndarray | jax.Array):  # a number above the keys means all of them, one below 0 none
@@ -192,8 +200,8 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
         if name == "mask":
             check_array(name, x, shape, "bool", broadcasts=True)
             continue
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}.")
+        if _shape(name, x) != shape:
+            raise ValueError(f"{name} has shape {_shape(name, x)}; expected {shape}.")
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
         if x.dtype != jnp.int32 and isinstance(x, np.ndarray | jax.Array):  # in a narrow or unsigned one sums wrap
@@ -201,11 +209,28 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
     return layout
 
 
+def known(name: str, x: Any) -> Any:
+    """A NumPy array as it is: its numbers can be read without waiting for a device, and JAX would make them int32."""
+    return x if isinstance(x, np.ndarray) else as_array(name, x)
+
+
+def as_array(name: str, x: Any) -> Any:
+    """``x`` as JAX's array, None as None. Raises ValueError for what JAX makes no array of."""
+    try:
+        return None if x is None else jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        given = f"{type(x).__name__} of dtype {x.dtype.str}" if isinstance(x, np.ndarray) else type(x).__name__
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"{name} is a {given}, of which JAX makes no array ({why}); give one of numbers.") from error
+
+
 def as_int32(name: str, x: EitherArray) -> EitherArray:
-    """``x`` in int32. Raises ValueError for numbers of a NumPy array that it does not hold."""
+    """``x`` in int32, whose ends stand for what is beyond them. A NumPy array with such numbers raises ValueError."""
     limits = np.iinfo(np.int32)
     if isinstance(x, np.ndarray) and x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
         raise ValueError(f"{name} has numbers from {x.min()} to {x.max()}; expected numbers that int32 holds.")
+    if not isinstance(x, np.ndarray) and jnp.iinfo(x.dtype).max > limits.max:  # its numbers are not known here
+        x = jnp.clip(x, max(limits.min, jnp.iinfo(x.dtype).min), limits.max)
     return x.astype(np.int32)
 
 
@@ -225,10 +250,21 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
     if value is None:
         del expected["value"]
     for name, (x, shape, dtype) in expected.items():
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; the spec of this plan says {shape}.")
+        if _shape(name, x) != shape:
+            raise ValueError(f"{name} has shape {_shape(name, x)}; the spec of this plan says {shape}.")
         if str(x.dtype) != dtype:
             raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {dtype}; cast one, or plan anew.")
+
+
+def check_result(name: str, spec: AttentionSpec, found: Any) -> None:
+    """Raise ValueError unless the backend ``name`` returned an output, and a log-sum-exp if asked for, of ``spec``."""
+    shape = [spec.batch, spec.query_length, spec.num_heads, spec.value_head_dim]
+    arrays = list(found) if isinstance(found, tuple | list) else [found]
+    given = [(str(getattr(x, "dtype", type(x).__name__)), list(getattr(x, "shape", ()))) for x in arrays]
+    expected = [(spec.dtype, shape), ("float32", shape[:3])][: 1 + spec.return_log_sum_exp]
+    if given[0] != expected[0] or [size for _, size in given] != [size for _, size in expected]:
+        returned, wanted = (" and ".join(f"{dtype}{size}" for dtype, size in each) for each in (given, expected))
+        raise ValueError(f"the backend {name!r} returned {returned}; expected {wanted}.")
 
 
 def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
@@ -241,8 +277,7 @@ def key_rows(spec: AttentionSpec) -> tuple[int, int, int]:
 
 def check_terms(spec: AttentionSpec | None, terms: Terms) -> None:
     """Raise ValueError unless the given terms are those that ``spec`` announces (None: none)."""
-    if not isinstance(terms, Terms):
-        raise TypeError(f"terms={terms!r} is no Terms; give Terms(bias=...), with the name of each operand.")
+    check_kinds(Layout(), terms)
     announced = frozenset() if spec is None else spec.announced_terms
     for field in dataclasses.fields(terms):
         name, present = field.name, getattr(terms, field.name) is not None
@@ -270,18 +305,26 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> None:
         check_array(operand.name, x, shape, "a floating dtype", broadcasts=operand.broadcasts)
 
 
+def _shape(name: str, x: Any) -> tuple[int, ...]:
+    """The shape of an array. Raises ValueError for something else."""
+    if not hasattr(x, "shape"):
+        raise ValueError(f"{name} is a {type(x).__name__}; give an array, such as jnp.asarray({name}).")
+    return tuple(x.shape)
+
+
 _QUANTISED = " or ".join(KV_DTYPES)
 _KINDS = {"bool": jnp.bool_, "a floating dtype": jnp.floating, "float32": jnp.float32}
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, *, broadcasts: bool) -> None:
     """Raise ValueError unless ``x`` has ``shape``, or broadcasts to it, and is of ``dtype`` (a key of ``_KINDS``)."""
-    fits = len(x.shape) == len(shape) and all(
-        have == want or (broadcasts and have == 1) for have, want in zip(x.shape, shape, strict=True)
+    given = _shape(name, x)
+    fits = len(given) == len(shape) and all(
+        have == want or (broadcasts and have == 1) for have, want in zip(given, shape, strict=True)
     )
     if not fits:
         expected = f"{len(shape)} dimensions that broadcast to" if broadcasts else "one number per query head,"
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected} {shape}.")
+        raise ValueError(f"{name} has shape {given}; expected {expected} {shape}.")
     if not jnp.issubdtype(x.dtype, _KINDS[dtype]):
         raise ValueError(f"{name} has dtype {x.dtype}; expected {dtype}.")
 

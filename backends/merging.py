@@ -8,7 +8,7 @@ log-sum-exps. FlashInfer (arXiv 2501.01005, section 2.2) calls output and log-su
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,8 +34,9 @@ def merge_parts(parts: Sequence[State]) -> State:
     >>> bool(jnp.allclose(merge_parts(parts)[0], attention(x, x, x), atol=1e-6))
     True
     """
-    parts = list(parts)
-    if not parts or not all(isinstance(part, tuple | list) and len(part) == 2 for part in parts):
+    parts = list(parts) if isinstance(parts, Iterable) else []
+    pairs = all(isinstance(part, tuple | list) and len(part) == 2 for part in parts)
+    if not parts or not pairs or not all(hasattr(x, "shape") for part in parts for x in part):
         raise ValueError("parts is empty or no list of pairs; give at least one pair of output and log-sum-exp.")
     outs, sums = zip(*parts, strict=True)
     for number, (out, log_sum_exp) in enumerate(parts):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .merging import Seen
-from .operands import Terms
+from .operands import EitherArray, Terms
 
 _LEAST = -1e30
 
@@ -23,8 +23,15 @@ def finite(terms: Terms) -> Terms:
     """The terms with a sink of -inf, that of a head without a sink, as a number that takes no weight."""
     if terms.sinks is None:
         return terms
-    least = max(_LEAST, float(jnp.finfo(terms.sinks.dtype).min))
-    return dataclasses.replace(terms, sinks=jnp.maximum(terms.sinks, least))
+    wide = jnp.promote_types(terms.sinks.dtype, jnp.float32)  # float16 holds no number below all logits
+    return dataclasses.replace(terms, sinks=jnp.maximum(terms.sinks.astype(wide), _LEAST))
+
+
+def minus_infinity(
+    sinks: Float[EitherArray, " heads"], log_sum_exp: Float[Array, "batch q_len heads"]
+) -> Float[Array, "batch q_len heads"]:
+    """The log-sum-exp, -inf where a row sees no key and its head has no sink, in place of the number for this sink."""
+    return jnp.where(jnp.isneginf(sinks)[None, None] & (log_sum_exp <= _LEAST), -jnp.inf, log_sum_exp)
 
 
 def part(sinks: Float[Array, " heads"], seen: Seen) -> Seen:

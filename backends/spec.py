@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 
 import numpy as np
@@ -12,6 +11,8 @@ import numpy as np
 from . import masks, scores
 from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, requested
 from .operands import Announced
+
+_MOST = float(np.finfo(np.float32).max)  # of a scale and a soft cap, which kernels take in float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +92,9 @@ class AttentionSpec(Announced):
         scores.check(self.score_function)
         for name in ("scale", "logits_soft_cap"):
             value = getattr(self, name)
-            is_real = _is_int(value) or isinstance(value, (float, np.floating))
-            if value is not None and not (is_real and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, or None.")
+            is_real = _is_int(value) or isinstance(value, float)
+            if value is not None and not (is_real and 0 < value <= _MOST):
+                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, at most {_MOST}, or None.")
         _check_keys_and_values(self)
 
     def features(self) -> frozenset[Feature]:
@@ -166,9 +167,11 @@ def _check_keys_and_values(spec: AttentionSpec) -> None:
 
 
 def _in_one_form(name: str, value: object) -> object:
-    """The value as specs of equal meaning have it: a window as a pair, a truth value as Python's."""
+    """The value as specs of equal meaning have it: a window as a pair, a truth value and a float as Python's."""
     if isinstance(value, np.bool_):
         return bool(value)
+    if isinstance(value, np.floating):
+        return float(value)
     if name == "local_window_size":
         return (value, value) if _is_int(value) else tuple(value) if isinstance(value, list) else value
     return value

@@ -66,7 +66,7 @@ def generate(
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype, page_size=page_size)
     logits, cache = model.prefill(tokens, cache, lengths=lengths, last_only=True, **call)
     sampler = (jax.random.key(seed), jnp.float32(max(temperature, 1e-6)), jnp.float32(max(top_p, 1e-6)))
-    greedy = temperature == 0.0
+    greedy = bool(temperature == 0.0)  # of a JAX number too
     latest = compiled_sample(logits, 0, *sampler, greedy=greedy)
     found = planned(model.config, call, batch=tokens.shape[0], query_length=1, needs_grad=False, **cache.problem)
     params = model.arrays()

@@ -24,12 +24,20 @@ def next_token_loss(
 
     With ``segment_ids`` a target counts only inside its own document, and padding (negative ids) never;
     ``mask`` (True: counts) is over tokens as targets. With ``padding_mask`` (True: a token, False: padding) a target
-    counts only if the token before it is no padding either. Zero, with zero gradients, where nothing counts.
+    counts only if the token before it is no padding either. Zero, with zero gradients, where nothing counts; NaN where
+    a token that counts is not in the vocabulary. Raises ValueError for tokens of another shape or dtype.
     ``total`` is what to divide by where these rows are a part of a batch; their own targets if left out.
 
     >>> float(next_token_loss(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int)))  # doctest: +ELLIPSIS
     0.6931...
     """
+    tokens = jnp.asarray(tokens)
+    segment_ids, mask, padding_mask = (None if x is None else jnp.asarray(x) for x in (segment_ids, mask, padding_mask))
+    if logits.ndim != 3 or tokens.shape != logits.shape[:2] or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"logits is {logits.dtype}{list(logits.shape)} and tokens is {tokens.dtype}{list(tokens.shape)}; expected "
+            "[batch, length, vocab], and integers [batch, length]."
+        )
     counts = counted_targets(tokens, segment_ids, mask, padding_mask)
     nats = jnp.where(counts, token_nats(logits[:, :-1], tokens[:, 1:]), 0.0)
     return nats.sum() / jnp.maximum(counts.sum() if total is None else total, 1)
@@ -55,7 +63,8 @@ def counted_targets(
 def token_nats(
     logits: Float[Array, "batch length vocab"], targets: Int[Array, "batch length"]
 ) -> Float[Array, "batch length"]:
-    """Cross-entropy of each target under the logits at its place, in nats, float32."""
+    """Cross-entropy of each target under the logits at its place, in nats, float32; NaN for a target out of range."""
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    chosen = jnp.where(targets < 0, jnp.nan, chosen)  # not the logit counted from the end
     return jax.nn.logsumexp(logits, axis=-1) - chosen

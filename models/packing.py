@@ -36,7 +36,7 @@ def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> Packed
     >>> packed.tokens.tolist(), packed.segment_ids.tolist()
     ([[1, 2, 3, 8, 9], [4, 5, 6, 7, 0]], [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]])
     """
-    if length < 2:
+    if not isinstance(length, int | np.integer) or length < 2:
         raise ValueError(f"length={length} leaves nothing to predict in a row; give at least 2.")
     rows: list[list[np.ndarray]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the tokens that they have left

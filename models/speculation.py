@@ -22,7 +22,7 @@ from .cache import KVCache, SlotMapping, Slots, write, write_pages
 from .checks import require_positive_int
 
 
-def keep(cache: KVCache, drafted: int | Sequence[int], path: Any, lengths: Any = None) -> KVCache:
+def keep(cache: KVCache, drafted: int | Sequence[int] | np.ndarray, path: Any, lengths: Any = None) -> KVCache:
     """The cache with the accepted tokens of the last drafted ones, in the order of ``path``, and no other of them.
 
     ``drafted`` is the number of tokens of a line, or the ``parents`` of a tree. ``path [batch, tokens]`` holds the
@@ -38,7 +38,7 @@ def keep(cache: KVCache, drafted: int | Sequence[int], path: Any, lengths: Any =
     >>> keep(cache, parents, [[0, 2, 3]]).lengths.tolist()
     [6]
     """
-    if isinstance(drafted, Sequence):
+    if isinstance(drafted, Sequence | np.ndarray):
         parents, count = np.asarray(masks.Tree(tuple(drafted)).parents), len(drafted)
     else:
         require_positive_int("drafted", drafted)

@@ -220,7 +220,12 @@ def _tree(parents: tuple[int, ...], length: int, cache: KVCache, lengths: Any) -
 def check_tokens(tokens: Any, vocab_size: int) -> Array:
     """The tokens as an array; their range is checked where that needs no wait for a device."""
     on_device = isinstance(tokens, jax.Array)
-    tokens = tokens if on_device else np.asarray(tokens)
+    try:
+        tokens = tokens if on_device else np.asarray(tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"tokens makes no array ({error}); pad its rows to one length, and give padding_mask or lengths."
+        ) from error
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [batch, length], not empty.")
     if not on_device and not 0 <= tokens.min() <= tokens.max() < vocab_size:

@@ -105,15 +105,16 @@ class Calls:
         self, compute: Callable[[Calls, dict[str, Array]], dict[str, Array]], arrays: Mapping[str, Any], *results: str
     ) -> tuple[Array, ...]:
         """These of the results of ``compute``, which each device may call with its share of the arrays."""
+        names = tuple(arrays)  # the program keeps this function, and would keep the arrays with it
 
         def of_share(spec: AttentionSpec, *operands: Any) -> tuple[Array, ...]:
-            found = compute(dataclasses.replace(self, spec=spec), dict(zip(arrays, operands, strict=True)))
+            found = compute(dataclasses.replace(self, spec=spec), dict(zip(names, operands, strict=True)))
             return tuple(found[name] for name in results)
 
         row, slot = ".." if self.spec.page_size else "bs"
         slots = f"{row}k{slot}" if self.spec.kv_layout == "HND" else f"{row}{slot}k"
         letters = _LETTERS | {"key": f"{slots}h", "value": f"{slots}v", "key_scale": slots, "value_scale": slots}
-        dims, found = ([letters[name] for name in names] for names in (arrays, results))
+        dims, found = ([letters[name] for name in side] for side in (names, results))
         return by_shares(of_share, self.spec, tuple(arrays.values()), dims, found)
 
     def forward(
@@ -123,9 +124,10 @@ class Calls:
 
         ``extra`` maps operands of ``added.py`` to their arrays.
         """
+        kernel = self.adding(extra)
 
         def compute(calls: Calls, arrays: dict[str, Array]) -> dict[str, Array]:
-            return calls.call("forward", self.adding(extra), arrays, P=calls._heads_per_stage())
+            return calls.call("forward", kernel, arrays, P=calls._heads_per_stage())
 
         arrays = {"query": query, "key": key, "value": value, **seen.by_name, **extra}
         out, top, total = self._by_shares(compute, arrays, "out", "top", "total")

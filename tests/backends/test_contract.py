@@ -55,9 +55,12 @@ def test_sizes_are_integers_of_at_least_one(field: str, value: Any) -> None:
         ("local_window_size", True, "local_window_size=True must be an int"),
         ("scale", 0.0, "scale=0.0 must be a finite Python float above 0"),
         ("scale", float("inf"), "scale=inf must be a finite Python float above 0"),
+        ("scale", 10**400, "0 must be a finite Python float above 0, at most 3.40"),
         ("logits_soft_cap", -5.0, "logits_soft_cap=-5.0 must be a finite Python float above 0"),
+        ("logits_soft_cap", 1e39, r"logits_soft_cap=1e\+39 must be a finite Python float above 0, at most 3.40"),
         ("has_mask", 1, "has_mask=1 must be True or False"),
         ("return_log_sum_exp", "yes", "return_log_sum_exp='yes' must be True or False"),
+        ("needs_grad", jnp.ones((2,), bool), r"needs_grad=Array\(\[ True,  True\], dtype=bool\) must be True or False"),
     ],
 )
 def test_spec_says_what_was_given_and_what_is_accepted(field: str, value: Any, message: str) -> None:
@@ -118,6 +121,28 @@ def test_values_in_the_keys_come_as_a_number_and_no_array() -> None:
     for planned, value in ((spec, key), (make_spec(query, key, key), None)):
         with pytest.raises(ValueError, match=f"says values_in_keys={planned.values_in_keys}; give (None|one)"):
             Plan(lambda *_: None, spec=planned).run(query, key, value)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layout": Layout(key_value_seq_lengths=[3, 4])},
+            "key_value_seq_lengths is a list; give an array, such as jnp",
+        ),
+        ({"layout": Layout(mask=3)}, "mask is a int; give an array"),
+        ({"layout": Layout(page_table=[[0]]), "needs_grad": False}, "page_table is a list; give an array"),
+        ({"terms": Terms(sinks=[0.0] * 4)}, "sinks is a list; give an array"),
+        ({"layout": {"mask": 3}}, "layout={'mask': 3} is no Layout; give Layout"),
+        ({"terms": {"sinks": 3}}, "terms={'sinks': 3} is no Terms; give Terms"),
+    ],
+)
+def test_what_is_no_array_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(**options)
+    with pytest.raises(ValueError, match="query is a list; give an array, such as jnp"):
+        make_spec([[[[0.0]]]], *[shaped(1, 1, 1, 1)] * 2)
 
 
 def test_mixed_dtypes_are_named() -> None:

@@ -12,9 +12,11 @@ from attnsuite.backends import (
     Takes,
     Target,
     Terms,
+    attention,
     from_function,
     masks,
     plan,
+    registry,
     support,
 )
 
@@ -88,6 +90,23 @@ def test_allow_list_bounds_sizes_too_and_the_backend_can_be_a_static_argument():
     mine = from_function(divide_by_zero, takes=Takes(head_dims=(64,)))
     assert "head_dim=8" in support(mine, AttentionSpec(**SPEC), HERE).reasons[0]
     assert hash(mine) == hash(from_function(divide_by_zero, takes=Takes(head_dims=(64,))))
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (lambda query, *_: query.astype(jnp.float16), r"float16\[2, 4, 2, 8\]"),
+        (lambda query, *_: query[:, :, :1], r"float32\[2, 4, 1, 8\]"),
+        (lambda query, *_: (query, query), r"float32\[2, 4, 2, 8\] and float32\[2, 4, 2, 8\]"),
+        (lambda *_: None, r"NoneType\[\]"),
+    ],
+)
+def test_what_a_function_returns_beside_the_contract_is_named_by_a_call(monkeypatch, function, returned):
+    monkeypatch.setattr(registry, "DEFAULT", registry.Registry())
+    registry.register(from_function(function, name="mine"))
+    x = jnp.ones((2, 4, 2, 8))
+    with pytest.raises(ValueError, match=rf"'mine' returned {returned}; expected float32\[2, 4, 2, 8\]\."):
+        attention(x, x, x, backend="mine", on_unavailable="raise")
 
 
 def test_what_cannot_be_a_backend_is_a_sentence():

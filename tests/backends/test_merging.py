@@ -103,7 +103,7 @@ def test_rows_that_see_nothing_of_any_part_stay_zero_and_give_finite_gradients()
 @pytest.mark.wrong_types
 def test_what_is_no_part_is_refused_in_a_sentence() -> None:
     part = (jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
-    for parts in ([], part):
+    for parts in ([], part, None, [([1.0], [2.0])]):
         with pytest.raises(ValueError, match="parts is empty or no list of pairs; give at least one pair"):
             merge_parts(parts)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"part 1 is bfloat16\[1, 2, 1, 4\] .* expected float32\[1, 2, 1, 4\]"):

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnsuite.backends import attention
 from attnsuite.testing import transformations
-from script import python
+from script import printed, python
 
 pytestmark = [pytest.mark.backends, pytest.mark.newest]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformations.md"
@@ -67,6 +67,28 @@ def test_gradient_of_arrays_that_are_whole_on_an_explicit_mesh_outside_of_it():
     loss = jax.jit(jax.grad(lambda *x: attention(*x, is_causal=True, backend="chunked").sum()))
     found = loss(jax.device_put(given[0], whole), *given[1:])
     np.testing.assert_allclose(found, loss(*given), atol=2e-6)
+
+
+CALLS_WITHOUT_LEAKS = """
+import jax, jax.numpy as jnp, sys
+from attnsuite.backends import attention
+
+x, ids, lengths = jnp.ones((2, 33, 2, 16)), jnp.zeros((2, 33), jnp.int32), jnp.array([20, 0])
+segments = {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids}
+bias = jnp.ones((1, 2, 33, 33))
+for backend in sys.argv[1:]:
+    how = {"backend": backend, "on_unavailable": "raise"}
+    with jax.checking_leaks():
+        attention(x, x, x, **segments, **how)
+        attention(x[:, :1], x, x, key_value_seq_lengths=lengths, needs_grad=False, **how)
+        jax.grad(lambda x: attention(x, x, x, bias=bias, **segments, **how).sum())(x)
+"""
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])  # on two a program has the function of a share
+def test_programs_keep_no_traced_array(devices):
+    pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
+    printed(CALLS_WITHOUT_LEAKS, "standard", "chunked", "flash_cpu", JAX_NUM_CPU_DEVICES=devices)
 
 
 def test_repeated_calls_outside_of_jit_compile_nothing():

@@ -70,6 +70,11 @@ def test_low_temperature_sharpens():
     assert shares == pytest.approx([1 / (1 + np.exp(-1)), 1 / (1 + np.exp(-4))], abs=0.03)
 
 
+def test_temperature_may_be_a_number_of_jax():
+    made = [generate(model(), PROMPTS, 2, temperature=t, backend="standard") for t in (0.5, jnp.float32(0.5))]
+    assert (made[0] == made[1]).all()
+
+
 def test_generation_ends_at_the_stop_token():
     made = generate(model(), PROMPTS[:1], 6, backend="standard")[0]
     stop = int(made[2])
@@ -95,6 +100,7 @@ def test_generation_ends_at_the_stop_token():
         ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[batch, length\]"),
         ({"tokens": [[1, 9999]]}, "tokens reach from 1 to 9999; this model has tokens 0 to 255"),
         ({"tokens": [[1, -1]]}, "tokens reach from -1 to 1"),
+        ({"tokens": [[1, 2], [3]]}, "tokens makes no array .*; pad its rows to one length, and give padding_mask"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, sentence):

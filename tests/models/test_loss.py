@@ -45,5 +45,19 @@ def test_nothing_to_predict_is_zero_with_zero_gradients():
     assert not gradient.any()
 
 
+def test_lists_are_taken_and_tokens_that_do_not_fit_are_refused():
+    assert next_token_loss(LOGITS, TOKENS.tolist()) == next_token_loss(LOGITS, TOKENS)
+    with pytest.raises(ValueError, match=r"logits is float32\[2, 6, 11\] and tokens is int32\[2, 5\]; expected"):
+        next_token_loss(LOGITS, TOKENS[:, :5])
+
+
+def test_target_that_is_negative_is_no_token_counted_from_the_end():
+    tokens = TOKENS.at[1, 3].set(-1)
+    assert jnp.isnan(next_token_loss(LOGITS, tokens))
+    value, gradient = jax.value_and_grad(lambda x: next_token_loss(x, tokens, mask=tokens >= 0))(LOGITS)
+    assert value == pytest.approx(mean_over([pair for pair in EVERY if pair != (1, 2)]), rel=1e-6)
+    assert jnp.isfinite(gradient).all()
+
+
 def test_half_precision_logits_are_summed_in_float32():
     assert next_token_loss(LOGITS.astype(jnp.bfloat16), TOKENS).dtype == jnp.float32

@@ -33,6 +33,7 @@ def test_a_document_that_is_no_row_of_tokens_is_refused_by_its_number(document):
         pack([[1, 2], document], 4)
 
 
-def test_a_row_of_one_token_is_refused():
-    with pytest.raises(ValueError, match="length=1 leaves nothing to predict"):
-        pack([[1, 2]], 1)
+@pytest.mark.parametrize("length", [1, 8.0])
+def test_a_row_of_one_token_is_refused(length):
+    with pytest.raises(ValueError, match=f"length={length} leaves nothing to predict"):
+        pack([[1, 2]], length)

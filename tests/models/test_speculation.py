@@ -120,5 +120,6 @@ def test_a_tree_that_does_not_fit_is_refused_in_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             keep(dataclasses.replace(cache, lengths=np.array([4, 4], np.int32)), 2, path, lengths)
-    with pytest.raises(ValueError, match=r"path \[0, 2, 3\] of row 1 does not follow the parents \[-1, 0, 0, 1"):
-        keep(dataclasses.replace(cache, lengths=np.array([8, 8], np.int32)), PARENTS, [[0, 2, 4], [0, 2, 3]])
+    for parents in (PARENTS, np.array(PARENTS)):
+        with pytest.raises(ValueError, match=r"path \[0, 2, 3\] of row 1 does not follow the parents \[-1, 0, 0, 1"):
+            keep(dataclasses.replace(cache, lengths=np.array([8, 8], np.int32)), parents, [[0, 2, 4], [0, 2, 3]])
