@@ -91,7 +91,7 @@ FAULTS = (
     Fault("a device disappears, and JAX would compute on the CPU", "status `crashed`; nothing is computed",
           ("test_process.py::test_cell_of_a_device_that_is_gone_is_not_computed_on_the_cpu",)),
     Fault("a plug-in forks, and prints to stdout", "its copies answer nothing and end with it",
-          ("test_process.py::test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker",
+          ("test_process.py::test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker_and_reads_nothing",
            "test_process.py::test_end_of_a_worker_is_seen_although_what_it_forked_holds_its_pipe")),
     Fault("an address space of 512 MiB (`ulimit -v`)", "status `crashed` or `oom`; one sentence if no worker starts",
           ("test_process.py::test_address_space_that_is_too_small_for_jax_is_a_failure_and_no_hang",)),

@@ -153,9 +153,6 @@ def _case(records: Sequence[Record]) -> TrainingCase:
         case: TrainingCase = typed.convert(first.problem, TrainingCase)
     except ValueError as error:
         raise ValueError(f"the problem of {first.key!r} is no training: {error}.") from error
-    other = next((record.key for record in records if record.problem != first.problem), None)
-    if other is not None:
-        raise ValueError(f"{other!r} trains otherwise than {first.key!r}; give a directory that was written at once.")
     roles = [role_of(record) for record in records]
     if roles.count("standard") != 1 or roles.count("noise") < 2:
         raise ValueError(

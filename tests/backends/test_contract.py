@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,19 +129,19 @@ def test_values_in_the_keys_come_as_a_number_and_no_array() -> None:
     ("options", "message"),
     [
         (
-            {"layout": Layout(key_value_seq_lengths=[3, 4])},
-            "key_value_seq_lengths is a list; give an array, such as jnp",
+            lambda: {"layout": Layout(key_value_seq_lengths=[3, 4])},
+            "key_value_seq_lengths is a list; give an array, such",
         ),
-        ({"layout": Layout(mask=3)}, "mask is a int; give an array"),
-        ({"layout": Layout(page_table=[[0]]), "needs_grad": False}, "page_table is a list; give an array"),
-        ({"terms": Terms(sinks=[0.0] * 4)}, "sinks is a list; give an array"),
-        ({"layout": {"mask": 3}}, "layout={'mask': 3} is no Layout; give Layout"),
-        ({"terms": {"sinks": 3}}, "terms={'sinks': 3} is no Terms; give Terms"),
+        (lambda: {"layout": Layout(mask=3)}, "mask is a int; give an array"),
+        (lambda: {"layout": Layout(page_table=[[0]]), "needs_grad": False}, "page_table is a list; give an array"),
+        (lambda: {"terms": Terms(sinks=[0.0] * 4)}, "sinks is a list; give an array"),
+        (lambda: {"layout": {"mask": 3}}, "layout={'mask': 3} is no Layout; give Layout"),
+        (lambda: {"terms": {"sinks": 3}}, "terms={'sinks': 3} is no Terms; give Terms"),
     ],
 )
-def test_what_is_no_array_is_named(options: dict[str, Any], message: str) -> None:
+def test_what_is_no_array_is_named(options: Callable[[], dict[str, Any]], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        call(**options)
+        call(**options())
     with pytest.raises(ValueError, match="query is a list; give an array, such as jnp"):
         make_spec([[[[0.0]]]], *[shaped(1, 1, 1, 1)] * 2)
 

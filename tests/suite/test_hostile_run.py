@@ -83,7 +83,8 @@ def test_what_controls_a_terminal_is_spelled(run, example_record, capsys):
         ("judge", {"kind": "conformance", "problem": {}}, "has a problem that attnsuite judge does not write: name is"),
         ("tune", {"kind": "tuning", "facts": {"tried": []}}, "holds no whole record"),
         ("tune", {"kind": "tuning", "facts": {"tried": [{"options": {}}]}, "requested": "splash", "mode": "compile",
-                  "target": "tpu:v5p", "problem": {}}, "kind = nothing is not a kind of case"),
+                  "target": "tpu:v5p", "key": "c/splash/tpu:v5p/compile", "problem": {}},
+         "kind = nothing is not a kind of case"),
     ],
 )  # fmt: skip
 def test_a_record_that_no_version_wrote_gives_a_page_or_a_sentence(

@@ -198,7 +198,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker_and_stdin_is_empty_for_it(tmp_path, monkeypatch):
+def test_what_a_plug_in_forks_does_not_answer_and_ends_with_its_worker_and_reads_nothing(tmp_path, monkeypatch):
     (tmp_path / "answers.py").write_text(FORKING)
     script = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / 'answers.py'))}\n"
     monkeypatch.setattr(sys, "executable", str(fake(tmp_path, script)))
