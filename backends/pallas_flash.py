@@ -1,10 +1,10 @@
 """JAX's Pallas flash attention for GPUs (``jax.experimental.pallas.ops.gpu.attention``), behind the contract.
 
 The kernel is FlashAttention-2 (arXiv 2307.08691) in Pallas' Triton dialect and needs no package but JAX. It computes
-self-attention, causal or full, forward. Everything else is refused. Segments are refused because the
-kernel has one array of ids and the contract two. This file adds odd lengths (padded behind the last token) and grouped
-queries (keys and values repeated). JAX has deprecated the module in favour of tokamax and may remove it; the backend
-then refuses. It ran on an H200.
+self-attention, causal or full, forward. Everything else is refused. Segments are refused because the kernel has one
+array of ids and the contract two. This file adds odd lengths (padded behind the last token) and grouped queries (keys
+and values repeated). JAX has deprecated the module in favour of tokamax and may remove it; the backend then refuses. It
+ran on an H200.
 """
 
 from __future__ import annotations

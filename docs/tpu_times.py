@@ -2,7 +2,8 @@
 """Fits and judges the expected times of `attnsuite tune`: `python docs/tpu_times.py TIMES.csv` prints their page.
 
 The page is reports/published/expected-tpu-times/times.md. TIMES.csv has the times of tokamax's wheel (0.0.17) and of
-its repository, a row per measurement. It is not part of this repository. The page has the weights that `suite/compile/expected.py` holds.
+its repository, a row per measurement. It is not part of this repository. The page has the weights that
+`suite/compile/expected.py` holds.
 """
 
 import csv
