@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ def sweep() -> None:
         found = _NAME.match(path.name)
         if found is None or psutil.pid_exists(int(found[1])):
             continue
-        facts = path.lstat()
-        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # its process, or another that sweeps, has removed it meanwhile
+            facts = path.lstat()
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
+                shutil.rmtree(path, ignore_errors=True)

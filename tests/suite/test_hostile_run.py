@@ -141,5 +141,13 @@ def test_what_a_killed_process_left_goes_at_the_next_start(monkeypatch, tmp_path
     assert kept == {Path(mine).name, f"attnsuite-{gone}-link", "attnsuite-notes"}
 
 
+def test_a_folder_that_another_process_removes_meanwhile_ends_no_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (left := tmp_path / "attnsuite-1-left").mkdir()
+    monkeypatch.setattr(psutil, "pid_exists", lambda _: left.rmdir())
+    folders.sweep()
+    assert not left.exists()
+
+
 def main_ends(arguments, code=0):
     assert code_of(*arguments) == code
