@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gzip
+import io
 import json
 import math
 import zlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".trace.json.gz"
+LARGEST = 256 * 2**20  # bytes of an unpacked trace, of which Python makes several times as many
 _COLOURED = 8  # operations with a colour of their own
 _WAITING = "wait for completion"
 _MARKS = ("end: ", "ThreadpoolListener")  # of XLA for CPUs: the end of an operation, a region of its threads
@@ -34,9 +36,13 @@ def bars(trace: bytes) -> tuple[Bar, ...]:
     """The operations of a trace in Chrome's format (gzip), as JAX's profiler writes it, each while it is the innermost.
 
     An operation that encloses others of its row is cut where they run, so bars of one row do not overlap. Numbers at
-    the end of a name (``fusion.3``) are dropped.
+    the end of a name (``fusion.3``) are dropped. Raises ValueError for more than :data:`LARGEST` bytes.
     """
-    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    with gzip.open(io.BytesIO(trace)) as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"unpacked it is larger than {LARGEST >> 20} MiB; open it in Perfetto, or profile less.")
+    events = json.loads(text)["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     rows: dict[str, list[tuple[float, float, str]]] = {}
     for event in events:

@@ -88,13 +88,17 @@ def test_a_picture_shows_each_operation_while_it_is_the_innermost(tmp_path):
     assert picture.stat().st_mtime_ns == before  # drawn once
 
 
-def test_a_file_that_is_no_trace_is_told_and_the_others_are_drawn(tmp_path):
+def test_a_file_that_is_no_trace_is_told_and_the_others_are_drawn(tmp_path, monkeypatch):
     """A directory of profiles is the user's: another program's file there loses nobody's run."""
-    for name, content in (("half", b"\x1f\x8b\x08"), ("list", gzip.compress(b"[]")), ("other", b"text")):
+    monkeypatch.setattr(timeline, "LARGEST", 2**20)
+    large = gzip.compress(b" " * 2**20 + b'{"traceEvents": []}')
+    files = {"half": b"\x1f\x8b\x08", "large": large, "list": gzip.compress(b"[]"), "other": b"text"}
+    for name, content in files.items():
         (tmp_path / f"{name}{timeline.SUFFIX}").write_bytes(content)
     trace = write_trace(tmp_path)
     told = timeline.draw_profiles(tmp_path)
     assert [sentence.split(" was not drawn")[0] for sentence in told] == [
-        str(tmp_path / f"{name}{timeline.SUFFIX}") for name in ("half", "list", "other")
+        str(tmp_path / f"{name}{timeline.SUFFIX}") for name in files
     ]
+    assert "unpacked it is larger than 1 MiB" in told[1]
     assert timeline.picture_of(trace).exists()
