@@ -178,8 +178,6 @@ class Window(Mask):
         _require_at_least(-_MOST, left=self.left, right=self.right)
 
     def _shows(self, query: Any, key: Any) -> Any:
-        if max(abs(self.left), abs(self.right)) < 2**30:
-            return (key >= query - self.left) & (key - self.right <= query)  # right for positions in half of int32
         return (key >= _moved(query, -self.left)) & (key <= _moved(query, self.right))
 
     def interval(self, query: Any) -> Interval:
