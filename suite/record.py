@@ -237,6 +237,8 @@ class Record(Measured):
             if error.passed and not within:  # an approximation has another bound (``kinds/attention_call.py``)
                 size = "that is not finite" if error.max_error is None else f"of {error.max_error:g}"
                 raise ContradictionError(f"{name} passed with an error {size}, and {error.allowed:g} is allowed")
+            if self.status == "ok" and self.exact and not error.passed:
+                raise ContradictionError(f"status = 'ok' with {name} outside its bound; such a cell is 'wrong'")
 
 
 # Names that earlier versions wrote: the table in the record, the old name, the name now, and the kind of record.

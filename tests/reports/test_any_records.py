@@ -91,8 +91,13 @@ FIELDS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
+def agrees(fields):
+    """Whether a line may say so: what is ``ok`` and exact has no tensor outside its bound."""
+    return not (fields["status"] == "ok" and fields["exact"]) or all(e.passed for e in fields["accuracy"].values())
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(FIELDS, min_size=1, max_size=5))
+@given(st.lists(FIELDS.filter(agrees), min_size=1, max_size=5))
 def test_any_records_render_and_compare(record, tmp_path, drawn):
     records = [record(**fields | {"case": f"{fields['case']}-{i}"}) for i, fields in enumerate(drawn)]
     folders = tmp_path / "a", tmp_path / "b"

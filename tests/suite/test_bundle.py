@@ -178,7 +178,7 @@ def of_another_source(records):
         (slower, "its samples take"),
         (looser, "the bound of out does not follow"),
         (excused, "a line is no record .out passed with an error of 1, and"),
-        (wrong_but_ok, "it is ok with a tensor outside its bound"),
+        (wrong_but_ok, "a line is no record .status = 'ok' with out outside its bound"),
         (right_but_wrong, "it is wrong with every tensor inside its bound"),
         (of_another_version, "is of other versions"),
         (of_another_source, "is of other versions"),

@@ -91,6 +91,7 @@ def test_what_is_no_record_is_refused_with_a_reason(line):
         ({"problem": {"name": "d"}}, "problem.name = 'd' is not the record's, 'c'"),
         ({"accuracy": {"out": PASSED | {"max_error": 0.2}}}, "out passed with an error of 0.2, and 0.1 is allowed"),
         ({"accuracy": {"out": PASSED | {"max_error": None}}}, "out passed with an error that is not finite"),
+        ({"accuracy": {"out": PASSED | {"max_error": 0.2, "passed": False}}}, "status = 'ok' with out outside its"),
     ],
 )
 def test_damaged_record_is_refused(example_record, change, match):
