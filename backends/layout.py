@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from .features import KV_DTYPES
@@ -225,11 +226,21 @@ def as_array(name: str, x: Any) -> Any:
 
 
 def as_int32(name: str, x: EitherArray) -> EitherArray:
-    """``x`` in int32, whose ends stand for what is beyond them. A NumPy array with such numbers raises ValueError."""
-    limits = np.iinfo(np.int32)
-    if isinstance(x, np.ndarray) and x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
+    """``x`` in int32, whose ends stand for what is beyond them.
+
+    A NumPy array with such numbers raises ValueError. So do segment ids, which would become one document; traced ones
+    in a dtype that may hold such numbers do, too.
+    """
+    limits, known, wide = np.iinfo(np.int32), isinstance(x, np.ndarray), jnp.iinfo(x.dtype).max > np.iinfo(np.int32).max
+    ids = wide and name.endswith("segment_ids")
+    if ids and isinstance(x, Tracer):
+        raise ValueError(
+            f"{name} is {x.dtype} and traced, so that its numbers are not known; expected int32: "
+            f"give {name}.astype(jnp.int32), with ids that int32 holds."
+        )
+    if (known or ids) and x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
         raise ValueError(f"{name} has numbers from {x.min()} to {x.max()}; expected numbers that int32 holds.")
-    if not isinstance(x, np.ndarray) and jnp.iinfo(x.dtype).max > limits.max:  # its numbers are not known here
+    if wide and not known:  # its numbers are not known here
         x = jnp.clip(x, max(limits.min, jnp.iinfo(x.dtype).min), limits.max)
     return x.astype(np.int32)
 
