@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from attnsuite.backends.contract import Terms
@@ -164,6 +165,25 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of keys and values, and of their scales."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    @staticmethod
+    def check(cache: Any) -> None:
+        """Raise TypeError for what is no cache, ValueError for one that was donated, or whose lengths are traced."""
+        if not isinstance(cache, KVCache):
+            raise TypeError(
+                f"cache is a {type(cache).__name__}; give one that model.new_cache(batch, capacity) made, or call the "
+                "model, which needs none."
+            )
+        if isinstance(cache.lengths, Tracer):
+            raise ValueError(  # noqa: TRY004 (of the right type, but traced)
+                "the cache is an argument of jax.jit, so that its lengths are not known; call prefill and decode "
+                "outside of jit: what they compute is compiled."
+            )
+        if any(not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(cache.keys)):
+            raise ValueError(
+                "this cache was donated to an earlier call; go on with the cache that the call returned, or with a "
+                "new one."
+            )
 
     def lengths_after(self, new: int, lengths: Any = None) -> Int[np.ndarray, " batch"]:
         """The filled slots after ``new`` tokens (of which ``lengths`` are valid) have been written.

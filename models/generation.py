@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from .cache import Held, KVCache
@@ -54,6 +55,7 @@ def generate(
     (1, 4)
     """
     _check_numbers(max_new_tokens, temperature, top_p, seed)
+    _require_untraced(tokens, lengths, padding_mask)
     stops = [] if stop_token is None else list(stop_token) if isinstance(stop_token, Collection) else [stop_token]
     for token in stops:
         if not isinstance(token, int | np.integer) or not 0 <= token < model.config.vocab_size:
@@ -65,6 +67,7 @@ def generate(
         tokens, lengths = left_aligned(tokens, padding_mask)
     cache = model.new_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens, cache_dtype, page_size=page_size)
     logits, cache = model.prefill(tokens, cache, lengths=lengths, last_only=True, **call)
+    _require_untraced(logits)  # of a model that is traced, too
     sampler = (jax.random.key(seed), jnp.float32(max(temperature, 1e-6)), jnp.float32(max(top_p, 1e-6)))
     greedy = bool(temperature == 0.0)  # of a JAX number too
     latest = compiled_sample(logits, 0, *sampler, greedy=greedy)
@@ -111,6 +114,15 @@ def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float, seed: 
         raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
     if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:  # JAX drops the higher bits
         raise ValueError(f"seed={seed!r} must be an integer from 0 to {2**32 - 1}.")
+
+
+def _require_untraced(*given: Any) -> None:
+    """Raise ValueError for what is traced: no token is known there, and the next one follows from it."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError(
+            "generate is traced by jax.jit, jax.grad or jax.vmap, and reads each token when it is made; call it "
+            "outside of them: its steps are compiled."
+        )
 
 
 def sample(

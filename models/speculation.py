@@ -38,6 +38,7 @@ def keep(cache: KVCache, drafted: int | Sequence[int] | np.ndarray, path: Any, l
     >>> keep(cache, parents, [[0, 2, 3]]).lengths.tolist()
     [6]
     """
+    KVCache.check(cache)
     if isinstance(drafted, Sequence | np.ndarray):
         parents, count = np.asarray(masks.Tree(tuple(drafted)).parents), len(drafted)
     else:

@@ -159,6 +159,7 @@ class Transformer(nnx.Module):
         :class:`attnsuite.models.planning.Call`. The given cache is donated. Raises ValueError where the tokens do not
         fit.
         """
+        KVCache.check(cache)
         tokens = check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape
         if batch != cache.batch:

@@ -2,6 +2,7 @@ import dataclasses
 import re
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
@@ -91,6 +92,17 @@ def test_the_given_cache_is_donated():
     cache = model.new_cache(1, 4)  # as in test_a_full_cache_refuses_one_more_token
     model.prefill(tokens_for(1, 4), cache, **CALL)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values))
+    for call in (lambda: model.decode([1], cache), lambda: keep(cache, 1, [[0]])):
+        with pytest.raises(ValueError, match=r"cache was donated .*; go on with the cache that the call returned"):
+            call()
+
+
+def test_what_is_no_cache_or_is_traced_is_refused_in_a_sentence():
+    model, tokens = make("global"), tokens_for(1, 4)
+    with pytest.raises(TypeError, match=r"cache is a NoneType; give one that model.new_cache"):
+        model.prefill(tokens, None)
+    with pytest.raises(ValueError, match=r"an argument of jax.jit, .* call prefill and decode outside of jit"):
+        jax.jit(lambda cache: model.prefill(tokens, cache)[0])(model.new_cache(1, 8))
 
 
 def test_cache_counts_its_bytes_and_keeps_heads_outside():

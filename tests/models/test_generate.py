@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from attnsuite.models import ModelConfig, Transformer, generate
 from attnsuite.models.generation import _step, sample
@@ -107,6 +108,16 @@ def test_arguments_out_of_range_are_refused(arguments, sentence):
     call = {"tokens": PROMPTS, "max_new_tokens": 2} | arguments
     with pytest.raises(ValueError, match=sentence):
         generate(model(), **call)
+
+
+@pytest.mark.parametrize("traced", ["tokens", "lengths", "model"])
+def test_generation_inside_of_jit_is_refused_in_a_sentence(traced):
+    def run(tokens, lengths, model):
+        return generate(model, tokens, 2, lengths=lengths, backend="standard")
+
+    given = {"tokens": jnp.asarray(PROMPTS), "lengths": jnp.array([4, 2]), "model": model()}
+    with pytest.raises(ValueError, match=r"generate is traced by jax.jit, .* call it outside"):
+        nnx.jit(lambda x: run(**{**given, traced: x}))(given[traced])
 
 
 def test_a_step_refuses_a_token_outside_of_the_vocabulary():
