@@ -28,6 +28,7 @@ from typing import Any
 import tyro
 
 from attnsuite import __version__
+from attnsuite.sentences import quoted
 
 from .errors import InputError
 from .verbs import FORMER, VERBS
@@ -85,6 +86,7 @@ def _act(arguments: list[str]) -> int:
     flags = extended(_flags_of(verb), verb, rest)
     _check_guides_flags(flags, rest)
     command = tyro.cli(flags, prog=f"attnsuite {verb}", args=rest, config=(tyro.conf.DisallowNone,))
+    _check_integers(command)
     return _module(verb).run(command)
 
 
@@ -136,6 +138,14 @@ def _check_guides_flags(flags: type, arguments: Sequence[str]) -> None:
         name = word.partition("=")[0].removeprefix("--").replace("_", "-")
         if word.startswith("--") and name in _GUIDES_FLAGS and name not in known:
             raise InputError(f"{word.partition('=')[0]} is a flag of the guides; here it is {_GUIDES_FLAGS[name]}.")
+
+
+def _check_integers(command: Any) -> None:
+    """Raise InputError for an integer that is larger than any seed, or than any length or number that is counted."""
+    for field in dataclasses.fields(command):
+        value, most = getattr(command, field.name), 2**32 - 1 if field.name == "seed" else 2**31 - 1
+        if isinstance(value, int) and value > most:  # JAX drops a seed's higher bits
+            raise InputError(f"--{field.name.replace('_', '-')} {quoted(value)} must be at most {most}.")
 
 
 def _module(verb: str) -> Any:

@@ -250,6 +250,7 @@ def _steps(
 
 def _started(request: TrainRequest, opened: Training) -> _Started:
     """What the steps begin with. Raises InputError for options that the backend refuses, and for a batch too large."""
+    _check_batch(request)
     step = training_step(opened.config, opened.resolutions, opened.update, remat=request.remat)
     trained, place = opened.trained, opened.placement  # the step donates the arrays
     if place is None:
@@ -270,12 +271,17 @@ def _started(request: TrainRequest, opened: Training) -> _Started:
     return trained, state, base, program, batch_of
 
 
-def _check_batch(request: TrainRequest, program: Compiled) -> None:
-    """Raise InputError where a step needs more memory than is free beside what is updated, by the compiler's sizes."""
-    is_cpu, stats = jax.default_backend() == "cpu", device_statistics()
+def _check_batch(request: TrainRequest, program: Compiled | None = None) -> None:
+    """Raise InputError where a step needs more memory than is free beside what is updated, by the compiler's sizes.
+
+    Without a program, before there is a batch: where its tokens alone do, int64 and int32 on the host.
+    """
+    is_cpu, stats = program is None or jax.default_backend() == "cpu", device_statistics()
     devices = request.mesh.count if request.mesh and is_cpu else 1  # on a CPU, they share one memory
     free = available_bytes() if is_cpu else stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
-    needed = compiled_sizes(program, devices)["compiled_temp"] or 0
+    needed = 12 * request.batch * request.length
+    if program is not None:
+        needed = compiled_sizes(program, devices)["compiled_temp"] or 0
     if needed > free:
         raise InputError(
             f"--batch {request.batch} of --length {request.length} needs {needed / 2**30:.2f} GiB beside the model and "

@@ -30,6 +30,7 @@ NO_RESULT = 1
 BAD_INPUT = 2
 CHECK_FAILED = 3  # a check that the command line asked for did not pass
 DType = Literal["float32", "bfloat16", "float16"]
+_YEAR = 365 * 24 * 3600  # seconds
 _MEMORY_SHARE = 0.7  # of the machine, for one cell; the other cells of its case wait beside it
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -186,8 +187,8 @@ def limits_of(cell_timeout: float, cell_memory: str | None = None) -> Limits:
     from ..grid.running import Limits
     from ..measure.memory import machine_bytes
 
-    if not cell_timeout > 0:
-        raise InputError(f"--cell-timeout {cell_timeout:g} must be above 0 seconds.")
+    if not 0 < cell_timeout <= _YEAR:
+        raise InputError(f"--cell-timeout {cell_timeout:g} must be above 0 seconds and at most {_YEAR}, a year.")
     memory = int(_MEMORY_SHARE * machine_bytes()) if cell_memory is None else parse_size(cell_memory)
     return Limits(cell_timeout, memory)
 

@@ -32,6 +32,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--cell-timeout", "long"], "Error parsing --cell-timeout"),
         (["--cell-timeout", "0"], "above 0"),
         (["--cell-timeout", "nan"], "above 0"),
+        (["--cell-timeout", "1e300"], "at most 31536000, a year"),
         (["--sample-seconds", "0"], "above 0 and at most the --cell-timeout of 120"),
         (["--sample-seconds", "nan"], "above 0 and at most"),
         (["--sample-seconds", "200"], "above 0 and at most"),
@@ -126,7 +127,9 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "train": [
         (["--model", "gigantic"], UNKNOWN + " debug, tiny"),
+        ([*TRAIN, "--steps", "1" + "0" * 21], "--steps an integer of 70 bits must be at most 2147483647"),
         ([*TRAIN, "--steps", "0"], "--steps 0 must be at least 1"),
+        ([*TRAIN, "--batch", "2000000000"], "--batch 2000000000 of --length 256 needs 5722.05 GiB beside the model"),
         ([*TRAIN, "--batch", "3", "--accumulate", "2"], "--batch 3 is not a multiple of --accumulate 2"),
         (["--model", "debug", "--save-every", "-1"], "--save-every -1 must be at least 0"),
         ([*TRAIN, "--learning-rate", "0"], "learning_rate=0.0 must be a finite number above 0"),
@@ -193,7 +196,9 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "judge": [
         (["--random", "-1"], "--random -1 must be 0 or more"),
         (["standard", "--require", "fast"], "--require fast is no verdict; they are deterministic, batch_invariant"),
-        (["--random", "9" * 12], "must be at most 100000; --first begins at a later one"),
+        (["--cell-timeout", "inf"], "at most 31536000, a year"),
+        (["standard", "--seed", "4294967296"], "--seed 4294967296 must be at most 4294967295"),
+        (["--random", "9" * 9], "must be at most 100000; --first begins at a later one"),
     ],
     "convert": [
         (["--input", "/"], "--input / has no name that -converted could stand behind; give --output."),
