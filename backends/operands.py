@@ -95,9 +95,9 @@ class Terms:
 
     ``bias`` is added to the logits, after the scale, the soft cap and the score function. ``sinks`` holds a logit per
     query head (neither scaled nor capped), which enters the softmax of each of its rows as a key with a value of zero
-    would; -inf, that of a head without a sink, counts as -1e30. ``alibi`` holds a slope per query head (ALiBi, arXiv
-    2108.12409): each logit loses the slope times the distance of its positions. The spec announces a term ``x`` of
-    these by ``has_x``.
+    would; -inf, that of a head without a sink, counts as -1e30, and +inf as 2e30. ``alibi`` holds a slope per query
+    head (ALiBi, arXiv 2108.12409): each logit loses the slope times the distance of its positions. The spec announces a
+    term ``x`` of these by ``has_x``.
 
     ``key_scales`` and ``value_scales`` are the factors of keys and values with ``kv_dtype``, float32. They broadcast to
     keys and values without ``head_dim``: per slot and KV head, or with axes of size one per page and head, per head, or

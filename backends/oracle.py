@@ -91,7 +91,7 @@ def gradients(
         if d_log_sum_exp is not None:
             of_all += _float64(d_log_sum_exp)[b, rows, group].T
         if terms.sinks is not None:  # a logit whose value is zero
-            found["dsinks"][group] += (np.exp(_float64(terms.sinks)[group, None] - lse) * of_all).sum(-1)
+            found["dsinks"][group] += (np.exp(_sinks(terms)[group, None] - lse) * of_all).sum(-1)
         d_logits += of_all[..., None]
         d_logits *= probs
         if terms.alibi is not None:
@@ -251,6 +251,10 @@ def contiguous(spec: AttentionSpec, layout: Layout, x: Any, scales: Any) -> Floa
     return np.where(unseen[..., None], 0.0, slots)
 
 
+def _sinks(terms: Terms) -> Float64[np.ndarray, " heads"]:
+    return np.minimum(_float64(terms.sinks), 2e30)  # +inf takes all of a row
+
+
 def _scale(spec: AttentionSpec) -> float:
     return 1.0 / np.sqrt(spec.head_dim) if spec.scale is None else spec.scale
 
@@ -355,7 +359,7 @@ def _probabilities(
     if spec.masks_anything:
         logits[~_visible(spec, layout, terms, b, group, rows)] = -np.inf
     top = logits.max(-1, keepdims=True)
-    sink = np.full((size, 1, 1), -np.inf) if terms.sinks is None else _float64(terms.sinks)[group, None, None]
+    sink = np.full((size, 1, 1), -np.inf) if terms.sinks is None else _sinks(terms)[group, None, None]
     top = np.maximum(top, sink)
     logits -= np.where(np.isneginf(top), 0.0, top)
     probs = np.exp(logits, out=logits)

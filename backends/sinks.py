@@ -16,15 +16,15 @@ from jaxtyping import Array, Float
 from .merging import Seen
 from .operands import EitherArray, Terms
 
-_LEAST = -1e30
+_LEAST, _MOST = -1e30, 2e30
 
 
 def finite(terms: Terms) -> Terms:
-    """The terms with a sink of -inf, that of a head without a sink, as a number that takes no weight."""
+    """The terms with a sink of -inf, that of a head without a sink, as a number without weight; +inf as a large one."""
     if terms.sinks is None:
         return terms
     wide = jnp.promote_types(terms.sinks.dtype, jnp.float32)  # float16 holds no number below all logits
-    return dataclasses.replace(terms, sinks=jnp.maximum(terms.sinks.astype(wide), _LEAST))
+    return dataclasses.replace(terms, sinks=jnp.clip(terms.sinks.astype(wide), _LEAST, _MOST))
 
 
 def minus_infinity(

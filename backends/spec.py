@@ -12,7 +12,8 @@ from . import masks, scores
 from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, requested
 from .operands import Announced
 
-_MOST = float(np.finfo(np.float32).max)  # of a scale and a soft cap, which kernels take in float32
+# Above these, logits are so large that their rounding is infinite in an exponential, or what a cap divides is zero.
+_MOST = {"scale": 1e6, "logits_soft_cap": 1e30}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +91,11 @@ class AttentionSpec(Announced):
             )
         masks.check(self.mask_function)
         scores.check(self.score_function)
-        for name in ("scale", "logits_soft_cap"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
             is_real = _is_int(value) or isinstance(value, float)
-            if value is not None and not (is_real and 0 < value <= _MOST):
-                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, at most {_MOST}, or None.")
+            if value is not None and not (is_real and 0 < value <= most):
+                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, at most {most:g}, or None.")
         _check_keys_and_values(self)
 
     def features(self) -> frozenset[Feature]:

@@ -30,8 +30,8 @@ from .handler import Dims, Operand, State
 from .isa import Isa
 from .softmax import HIDDEN, LOG2_E
 
-# A finite bias hides nothing: below this (far below any logit) it is raised to it.
-_LEAST = HIDDEN * 0.4
+# A finite bias hides nothing: below this (far below any logit) it is raised to it. Times log2(e) none is infinite.
+_LEAST, _MOST_BIAS = HIDDEN * 0.4, 2e38
 
 _AXES = {"mask": ("MB", "MN", "MT", "MS"), "bias": ("BB", "BN", "BT", "BS")}
 
@@ -250,8 +250,8 @@ class Added:
             size = elements.SIZE[self.arrays.bias]
             place = self._vector_at(e, s, dims, "bias", rows_, row, first, (size, i32 if size == 4 else i16), rest)
             x = elements.load(e, place(), self.arrays.bias, lanes)
-            raised = e.select(x < _LEAST / LOG2_E, e.const(type_, _LEAST), x * LOG2_E)
-            x = e.select(x.equals(-math.inf), x, raised)
+            held = e.max(e.min(x, _MOST_BIAS), _LEAST / LOG2_E)
+            x = e.select((x - x).equals(0.0), held * LOG2_E, x)  # infinity and NaN stay
         if self.arrays.mask:
             place = self._vector_at(e, s, dims, "mask", rows_, row, first, (1, i8), rest)
             x = e.select(place().load(vector(i8, lanes), 1).compare("!=", 0), x, -math.inf)

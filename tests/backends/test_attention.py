@@ -276,6 +276,20 @@ def test_integers_that_int32_does_not_hold_are_refused() -> None:
 
 
 @pytest.mark.wrong_types
+def test_segment_ids_that_int32_would_make_one_are_refused() -> None:
+    x, ids = draw(1, 8, 2, 8), np.arange(8, dtype=np.uint32)[None]
+
+    def call(ids: jax.Array) -> jax.Array:
+        return attention(x, x, x, query_segment_ids=ids, key_value_segment_ids=ids, backend="standard")
+
+    np.testing.assert_array_equal(call(jnp.asarray(ids)), call(ids.astype(np.int32)))
+    with pytest.raises(ValueError, match="query_segment_ids has numbers from 2147483648 to 2147483655"):
+        call(jnp.asarray(ids + 2**31))
+    with pytest.raises(ValueError, match=r"query_segment_ids is uint32 and traced.* give .*astype\(jnp.int32\)"):
+        jax.jit(call)(ids)
+
+
+@pytest.mark.wrong_types
 def test_lengths_in_int64_beyond_int32_mean_all_slots() -> None:
     with jax.enable_x64(new_val=True):
         found = attention(*qkv(), key_value_seq_lengths=jnp.array([2**33, 2], jnp.int64), backend="standard")
@@ -314,7 +328,7 @@ def test_a_bias_in_float64_beside_inputs_in_float32_is_taken(backend: str) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("queries", [24, 1])
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(backend: str, queries: int) -> None:
-    sinks, visible = jnp.array([-jnp.inf, 1e10, 1e30, 0.5]), jnp.array([24, 0])
+    sinks, visible = jnp.array([-jnp.inf, 1e10, 1e30, jnp.inf]), jnp.array([24, 0])
 
     def outputs(query: jax.Array, sinks: jax.Array | None) -> Any:
         lengths = {"key_value_seq_lengths": visible, "backend": backend}
@@ -331,6 +345,8 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(bac
     assert jnp.isneginf(lse[1, :, 0]).all()  # sees neither a key nor a sink
     np.testing.assert_allclose(lse[:, :, 1:3], np.broadcast_to(sinks[1:3], (2, queries, 2)), rtol=1e-6)
     assert not out[1].any()
+    assert not out[:, :, 3].any()  # a sink of infinity takes all
+    assert jnp.isfinite(lse[:, :, 3]).all()
     for_query, for_sinks = jax.grad(loss, (0, 1))(query, sinks)
     np.testing.assert_allclose(for_query[:, :, 0], jax.grad(loss)(query, None)[:, :, 0], atol=1e-5)
     assert for_sinks[0] == 0

@@ -94,6 +94,14 @@ def test_a_row_whose_keys_are_all_at_the_least_number_averages_them(queries):
     np.testing.assert_allclose(out, jnp.broadcast_to(value.mean(1, keepdims=True), out.shape), atol=1e-6)
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_key_at_the_largest_number_takes_its_rows(queries):
+    query, key, value = draw(1, queries, 2, 32), draw(1, 40, 2, 32, seed=1), draw(1, 40, 2, 32, seed=2)
+    bias = jnp.zeros((1, 1, queries, 40)).at[..., 3].set(jnp.finfo(jnp.float32).max)
+    out = attention(query, key, value, bias=bias, backend="flash_cpu", needs_grad=False)
+    np.testing.assert_allclose(out, jnp.broadcast_to(value[:, 3:4], out.shape), atol=1e-6)
+
+
 def _hidden_from_one_head(keys=99):
     """A step whose second head may not see a slot that its group's first head sees, where the value is NaN."""
     rng = np.random.default_rng(0)
