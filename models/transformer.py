@@ -157,7 +157,7 @@ class Transformer(nnx.Module):
         ``parents[i]`` is the index of the token before token i, or -1 (:class:`attnsuite.backends.masks.Tree`).
         :func:`attnsuite.models.speculation.keep` then keeps a path. ``call`` are the keywords of
         :class:`attnsuite.models.planning.Call`. The given cache is donated. Raises ValueError where the tokens do not
-        fit.
+        fit, and what :meth:`attnsuite.models.cache.KVCache.check` raises.
         """
         KVCache.check(cache)
         tokens = check_tokens(tokens, self.config.vocab_size)
