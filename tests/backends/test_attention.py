@@ -312,8 +312,9 @@ def test_a_bias_in_float64_beside_inputs_in_float32_is_taken(backend: str) -> No
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sinks_in_half_precision_are_computed_with_in_float32(dtype: str) -> None:
-    sinks = jnp.array([-jnp.inf, 0.5, 1.0, -2.0], dtype)  # the tests' strict promotion refuses to mix dtypes
-    found = attention(*qkv(), sinks=sinks, backend="standard")
+    sinks = jnp.array([-jnp.inf, 0.5, 1.0, -2.0], dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        found = attention(*qkv(), sinks=sinks, backend="standard")
     np.testing.assert_array_equal(found, attention(*qkv(), sinks=sinks.astype(jnp.float32), backend="standard"))
 
 
