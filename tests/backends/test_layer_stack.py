@@ -237,14 +237,14 @@ def test_a_number_that_the_stack_does_not_have_is_an_error():
         backends.LayerStack(4)[4]
 
 
-@pytest.mark.wrong_types
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301
 def test_a_copied_model_runs(copied):
     stack = backends.LayerStack(4)
     stack, attends = copied((stack, [attend_as(stack[i]) for i in range(4)]))
     assert nnx_list(stack, attends)(X).shape == X.shape
 
 
+@pytest.mark.wrong_types
 def test_a_number_without_a_stack_is_an_error():
     with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack; make stack = .*layer=stack\[i\]"):
         backends.attention(X, X, X, layer=0)
