@@ -42,7 +42,7 @@ def quantize(
 
     The numbers over ``axes`` share a scale, which maps the largest magnitude of them to the largest number of the
     dtype. ``(3,)``: a scale per slot and KV head; ``(1, 3)``: one per page (or sequence) and KV head. Raises ValueError
-    for another dtype.
+    for another dtype, and for ``axes`` without the last one, 3: a cache has no scale per channel.
 
     >>> numbers, scales = quantize(jnp.ones((5, 16, 2, 64)), "int8", axes=(1, 3))
     >>> str(numbers.dtype), scales.shape
@@ -50,6 +50,8 @@ def quantize(
     """
     if kv_dtype not in _LARGEST:
         raise ValueError(f"kv_dtype={kv_dtype!r} is not supported; use one of {', '.join(_LARGEST)}.")
+    if not {3, -1} & set(axes):
+        raise ValueError(f"axes={axes!r} lacks 3: a cache has no scale for each of head_dim's numbers; give (3, ...).")
     return _quantize(x, kv_dtype, tuple(axes))
 
 

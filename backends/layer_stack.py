@@ -78,6 +78,16 @@ class LayerStack:
             raise IndexError(f"layer {number} of a LayerStack of {self.num_layers} layers.")
         return StackedLayer(self, number)
 
+    def __deepcopy__(self, *_: Any) -> LayerStack:
+        """The stack itself: the layers of a copied model are run by the stack that the caller holds."""
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> Any:
+        """Pickled as a stack of as many layers: a pass that is running belongs to its process."""
+        return LayerStack, (self.num_layers,)
+
     def run(self, model: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
         """The result of ``model(*args, **keywords)``, a whole forward pass.
 

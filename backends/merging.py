@@ -23,9 +23,9 @@ def merge_parts(parts: Sequence[State]) -> State:
     """Output and log-sum-exp over all keys, from those over disjoint parts of the keys.
 
     Each part is what ``attention(..., return_log_sum_exp=True)`` returns: an output in any float dtype, rounded once,
-    and a float32 log-sum-exp, ``-inf`` for a row that sees nothing of this part. A row that sees nothing of any part is
-    zero, with ``-inf``. Both results have gradients. A sink belongs to one part. Raises ValueError where there is no
-    part, and where shapes or dtypes differ.
+    and a float32 log-sum-exp (float64 of a float64 output), ``-inf`` for a row that sees nothing of this part. A row
+    that sees nothing of any part is zero, with ``-inf``. Both results have gradients. A sink belongs to one part.
+    Raises ValueError where there is no part, and where shapes or dtypes differ.
 
     >>> import jax.numpy as jnp
     >>> from attnsuite.backends import attention
@@ -39,20 +39,21 @@ def merge_parts(parts: Sequence[State]) -> State:
     if not parts or not pairs or not all(hasattr(x, "shape") for part in parts for x in part):
         raise ValueError("parts is empty or no list of pairs; give at least one pair of output and log-sum-exp.")
     outs, sums = zip(*parts, strict=True)
+    wide = jnp.dtype(jnp.float64 if outs[0].dtype == jnp.float64 else jnp.float32)
     for number, (out, log_sum_exp) in enumerate(parts):
-        expected = (outs[0].shape, outs[0].dtype, outs[0].shape[:-1], jnp.dtype(jnp.float32))
+        expected = (outs[0].shape, outs[0].dtype, outs[0].shape[:-1], wide)
         actual = (out.shape, out.dtype, log_sum_exp.shape, log_sum_exp.dtype)
         if actual != expected:
             raise ValueError(
                 f"part {number} is {out.dtype}{list(out.shape)} with a log-sum-exp {log_sum_exp.dtype}"
-                f"{list(log_sum_exp.shape)}; expected {expected[1]}{list(expected[0])} and float32{list(expected[2])}."
+                f"{list(log_sum_exp.shape)}; expected {expected[1]}{list(expected[0])} and {wide}{list(expected[2])}."
             )
     top = lax.stop_gradient(functools.reduce(jnp.maximum, sums))
     weights = [jnp.exp(each - jnp.where(jnp.isneginf(top), 0.0, top)) for each in sums]
     total = functools.reduce(jnp.add, weights)
     total = jnp.where(total == 0.0, 1.0, total)
     shares = [(weight / total)[..., None] for weight in weights]
-    out = functools.reduce(jnp.add, [x.astype(jnp.float32) * share for x, share in zip(outs, shares, strict=True)])
+    out = functools.reduce(jnp.add, [x.astype(wide) * share for x, share in zip(outs, shares, strict=True)])
     return out.astype(outs[0].dtype), top + jnp.log(total)
 
 

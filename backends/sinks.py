@@ -23,7 +23,8 @@ def finite(terms: Terms) -> Terms:
     """The terms with a sink of -inf, that of a head without a sink, as a number without weight; +inf as a large one."""
     if terms.sinks is None:
         return terms
-    wide = jnp.promote_types(terms.sinks.dtype, jnp.float32)  # float16 holds no number below all logits
+    # float16 holds no number below all logits; jnp.promote_types refuses it where a caller sets strict promotion.
+    wide = jnp.float64 if terms.sinks.dtype == jnp.float64 else jnp.float32
     return dataclasses.replace(terms, sinks=jnp.clip(terms.sinks.astype(wide), _LEAST, _MOST))
 
 

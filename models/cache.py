@@ -269,12 +269,12 @@ def _put(slots: Slots, new: Array, put: Callable[[Array, Array], Array]) -> Slot
 
 
 def _write_rows(array: Array, rows: Array, start: Int[Array, " batch"]) -> Array:
-    rows = jnp.swapaxes(rows, 1, 2).astype(array.dtype)
+    rows, zero = jnp.swapaxes(rows, 1, 2).astype(array.dtype), jnp.zeros((), start.dtype)  # not int64, as 0 may be
     if rows.shape[0] == 1:
-        written = jax.lax.dynamic_update_slice(array, rows, (0, 0, start[0], 0))
+        written = jax.lax.dynamic_update_slice(array, rows, (zero, zero, start[0], zero))
         # Without the barrier XLA (JAX 0.12, CPU) fuses the write into each reader, and copies the cache for each.
         return jax.lax.optimization_barrier(written)
-    return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (0, at, 0)))(array, rows, start)
+    return jax.vmap(lambda s, x, at: jax.lax.dynamic_update_slice(s, x, (zero, at, zero)))(array, rows, start)
 
 
 @jax.tree_util.register_dataclass

@@ -25,7 +25,7 @@ def next_token_loss(
     With ``segment_ids`` a target counts only inside its own document, and padding (negative ids) never;
     ``mask`` (True: counts) is over tokens as targets. With ``padding_mask`` (True: a token, False: padding) a target
     counts only if the token before it is no padding either. Zero, with zero gradients, where nothing counts; NaN where
-    a token that counts is not in the vocabulary. Raises ValueError for tokens of another shape or dtype.
+    a token that counts is not in the vocabulary. Raises ValueError for arrays of another shape or dtype.
     ``total`` is what to divide by where these rows are a part of a batch; their own targets if left out.
 
     >>> float(next_token_loss(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int)))  # doctest: +ELLIPSIS
@@ -51,11 +51,16 @@ def counted_targets(
 ) -> Bool[Array, "*parts batch length-1"]:
     """True for the tokens behind the first that count as targets; see :func:`next_token_loss`."""
     counts = jnp.ones(tokens[..., 1:].shape, bool)
+    for name, x in (("segment_ids", segment_ids), ("mask", mask), ("padding_mask", padding_mask)):
+        expected = jnp.integer if name == "segment_ids" else jnp.bool_  # `&` with integers is one of their bits
+        if x is not None and not (jnp.issubdtype(x.dtype, expected) and x.shape[-1:] == tokens.shape[-1:]):
+            raise ValueError(
+                f"{name} is {x.dtype}{list(x.shape)}; expected {'integers' if name == 'segment_ids' else 'booleans'}, "
+                f"one for each of {tokens.shape[-1]} tokens."
+            )
     if segment_ids is not None:
         counts &= (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] >= 0)
     if padding_mask is not None:
-        if padding_mask.dtype != bool:
-            raise ValueError(f"padding_mask is {padding_mask.dtype}; expected booleans, True for a token.")
         counts &= padding_mask[..., 1:] & padding_mask[..., :-1]
     return counts if mask is None else counts & mask[..., 1:]
 

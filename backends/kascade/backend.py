@@ -190,8 +190,9 @@ def _roles(settings: Settings, spec: AttentionSpec) -> tuple[LayerRole, ...] | N
     """The role of each layer; None: all are anchors. Raises ValueError for the head maps of another model."""
     if settings.schedule is None:
         return None
+    heads = {*range(spec.num_kv_heads)}
     for layer, role in enumerate(settings.schedule.layers):
-        if role.head_map and (len(role.head_map) != spec.num_kv_heads or max(role.head_map) >= spec.num_kv_heads):
+        if role.head_map and (len(role.head_map) != spec.num_kv_heads or not heads.issuperset(role.head_map)):
             raise ValueError(
                 f"kascade: layer {layer} of the schedule maps its KV heads to {role.head_map}, "
                 f"but this model has {spec.num_kv_heads} of them."

@@ -324,6 +324,14 @@ def test_a_bias_in_float64_beside_inputs_in_float32_is_taken(backend: str) -> No
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sinks_in_half_precision_are_computed_with_in_float32(dtype: str) -> None:
+    sinks = jnp.array([-jnp.inf, 0.5, 1.0, -2.0], dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        found = attention(*qkv(), sinks=sinks, backend="standard")
+    np.testing.assert_array_equal(found, attention(*qkv(), sinks=sinks.astype(jnp.float32), backend="standard"))
+
+
 @pytest.mark.wrong_types  # JAX builds the tree of traced lengths from placeholders
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("queries", [24, 1])

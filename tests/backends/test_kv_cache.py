@@ -127,6 +127,12 @@ def test_quantised_numbers_times_scales_are_near(kv_dtype: str, axes: tuple[int,
     assert not back[-1].any()
 
 
+@pytest.mark.parametrize("axes", [(), (1,), (0, 1, 2)])
+def test_scale_for_each_channel_is_refused(axes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="lacks 3"):
+        quantize(KEYS, "int8", axes=axes)
+
+
 def test_kv_dtype_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_dtype='int4' is not supported; use one of int8, float8_e4m3fn"):
         quantize(KEYS, "int4")

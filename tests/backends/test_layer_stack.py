@@ -1,6 +1,8 @@
 """Kascade in models of flax: each layer has its role and gets the selection of its anchor, in a list and in a scan."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +235,13 @@ def test_what_is_no_pass_over_the_layers_of_the_stack_is_an_error(error):
 def test_a_number_that_the_stack_does_not_have_is_an_error():
     with pytest.raises(IndexError, match="layer 4 of a LayerStack of 4 layers"):
         backends.LayerStack(4)[4]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301
+def test_a_copied_model_runs(copied):
+    stack = backends.LayerStack(4)
+    stack, attends = copied((stack, [attend_as(stack[i]) for i in range(4)]))
+    assert nnx_list(stack, attends)(X).shape == X.shape
 
 
 @pytest.mark.wrong_types

@@ -100,6 +100,14 @@ def test_rows_that_see_nothing_of_any_part_stay_zero_and_give_finite_gradients()
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+def test_parts_in_float64_are_merged_in_float64() -> None:
+    with jax.enable_x64(new_val=True):
+        x = jnp.linspace(-1.0, 1.0, 6 * 4).reshape(1, 6, 1, 4)
+        assert x.dtype == jnp.float64
+        parts = [attention(x, y, y, return_log_sum_exp=True, backend="standard") for y in (x[:, :2], x[:, 2:])]
+        np.testing.assert_allclose(merge_parts(parts)[0], attention(x, x, x, backend="standard"), rtol=1e-13)
+
+
 @pytest.mark.wrong_types
 def test_what_is_no_part_is_refused_in_a_sentence() -> None:
     part = (jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))

@@ -26,6 +26,13 @@ def test_greedy_generation_follows_the_likeliest_token_of_a_full_pass():
     assert made.dtype == np.int32
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_generation_under_x64_makes_the_same_tokens(rows):
+    made = generate(model(), PROMPTS[:rows], 2, backend="standard")
+    with jax.enable_x64(new_val=True):
+        np.testing.assert_array_equal(generate(model(), PROMPTS[:rows], 2, backend="standard"), made)
+
+
 def test_padded_prompts_continue_as_they_would_alone():
     together = generate(model(), PROMPTS, 5, lengths=[4, 2], backend="standard")
     alone = generate(model(), PROMPTS[1:, :2], 5, backend="standard")

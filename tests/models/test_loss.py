@@ -51,6 +51,21 @@ def test_lists_are_taken_and_tokens_that_do_not_fit_are_refused():
         next_token_loss(LOGITS, TOKENS[:, :5])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": jnp.full((2, 6), 2)},  # taken bit by bit, nothing would count
+        {"mask": jnp.ones((2, 5), bool)},
+        {"segment_ids": jnp.ones((2, 6))},
+        {"padding_mask": jnp.ones((2, 6), int)},
+    ],
+)
+def test_array_of_another_kind_is_refused_by_name(given: dict[str, jax.Array]):
+    (name,) = given
+    with pytest.raises(ValueError, match=rf"^{name} is .*; expected"):
+        next_token_loss(LOGITS, TOKENS, **given)
+
+
 def test_target_that_is_negative_is_no_token_counted_from_the_end():
     tokens = TOKENS.at[1, 3].set(-1)
     assert jnp.isnan(next_token_loss(LOGITS, tokens))

@@ -27,6 +27,7 @@ from attnsuite.backends.features import BASIC_FEATURES
 from attnsuite.backends.kascade import (
     KASCADE,
     OPTIONS,
+    LayerRole,
     Schedule,
     Selection,
     Settings,
@@ -261,6 +262,7 @@ def test_option_that_is_not_accepted_is_refused_before_anything_is_traced(option
         (2, manual((0,), num_layers=2, kv_heads=2), "layer 2 runs, but the schedule is for 2 layers"),
         ("0", manual((0,), num_layers=2, kv_heads=2), "layer '0' runs, but the schedule is for 2 layers"),
         (1, manual((0,), num_layers=2, kv_heads=4), "maps its KV heads to"),
+        (1, Schedule((LayerRole("dense", 0), LayerRole("reuse", 0, (-1, 0)))), "maps its KV heads to"),
     ],
 )
 def test_a_schedule_for_another_model_is_refused(layer, schedule, word):
