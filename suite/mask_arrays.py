@@ -92,11 +92,11 @@ def sentences(found: Harvest) -> Iterator[str]:
     varying = {found.calls[index].place for index in found.varying}
     for place, meanings in places.items():
         for call, mask, description in meanings.values():
-            if call.spec is None or description is None:
-                continue
-            ratio = cost(mask, description, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
-            took = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long with auto on this machine"
-            yield f"{place}: the mask array {list(mask.shape)} says {description.text} on this batch{took}."
+            if call.spec is not None and description is not None:
+                ratio = cost(mask, description, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
+                times = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long"
+                took = times and f"{times} with auto on this machine"
+                yield f"{place}: the mask array {list(mask.shape)} says {description.text} on this batch{took}."
         if len(meanings) > 1 or place in varying:
             yield f"{place}: not every call there gets the same mask array; what one says is not right for all."
 
