@@ -115,7 +115,7 @@ def test_two_files_of_one_name_are_not_packed(run_dir, tmp_path):
     lines = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
     functions = [f"{folder}/mine.py:f" for folder in ("before", "after")]
     for row in functions:
-        key = f"{lines[0]['case']}/{row}/{lines[0]['target']}/{lines[0]['mode']}"
+        key = f"{lines[0]['case']}/{row}/{lines[0]['target']}/{lines[0]['mode'] or 'native'}"
         lines.append({**lines[0], "requested": row, "resolved": row, "key": key})
     (run_dir / RECORDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = json.loads((run_dir / MANIFEST).read_text())

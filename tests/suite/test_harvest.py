@@ -346,6 +346,18 @@ def test_a_time_that_may_be_no_less_is_called_no_gain(low, value, high, gain):
     assert said == [f"with auto it takes {value:.2f} of that time ({low:.2f} to {high:.2f}){ending}."]
 
 
+def test_what_auto_takes_is_told_of_each_problem_of_a_place(monkeypatch):
+    def taken(_, spec, target):
+        return backends.resolve("standard" if spec.query_length == 8 else "chunked", spec, target)
+
+    monkeypatch.setattr(step_time, "resolve", taken)
+    arrays = [shaped(1, length, 2, 16) for length in (8, 32, 8)]
+    found = traced(lambda *arrays: [jax.nn.dot_product_attention(x, x, x) for x in arrays], *arrays)
+    times = step_time.StepTimes(Interval(1.0, None, None, 1), None, None, {})
+    said = [re.findall("auto takes ([a-z]+)", line) for line in step_time.sentences(found, times)]
+    assert said == [[], ["standard"], ["chunked"]]
+
+
 def test_a_step_is_timed_as_it_is_without_attention_and_with_auto(tmp_path, monkeypatch, capsys):
     """Its arrays are donated, so each run has its own; a call that auto does not have stays, and says so."""
     monkeypatch.chdir(tmp_path)
