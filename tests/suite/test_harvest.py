@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import re
 import threading
 from pathlib import Path
@@ -285,6 +286,11 @@ def test_command_writes_a_suite_file_that_runs_take(script, capsys):
     assert Path("mine.toml").read_text() == out
     assert "# The attention calls of train.py:fn: 3 calls, 3 problems.\n" in out
     assert "# 1 call: train.py:5 (jax.nn.dot_product_attention)\n" in out
+    Path("elsewhere").mkdir()
+    Path("moving.py").write_text(f"import os\n{SCRIPT}\nos.chdir('elsewhere')\n")
+    assert finished(capsys, "moving.py:fn", "--out", "again.toml")[0] == 0
+    os.chdir("..")
+    assert Path("again.toml").is_file()
     _, out, _ = finished(capsys, "train.py:method")
     assert "# 1 call: the step itself (flax.linen.dot_product_attention)\n" in out
 
