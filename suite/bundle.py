@@ -122,8 +122,8 @@ def pack(directory: Path, out: Path) -> int:
                 f"{directory}: {name} would still hold {left!r}, which names you or your machine; rename the file, "
                 "case or directory in whose name it stands, and run it again."
             )
-    if (why := next(contradictions(cleaned), None)) is not None:
-        raise InputError(f"{directory} would be refused as a bundle: {why}")
+    with as_input(f"{directory} would be refused as a bundle: "):
+        _whole(cleaned, head)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
@@ -210,7 +210,7 @@ def _hashed(texts: dict[str, str]) -> tuple[Head, list[str]]:
 def _whole(records: Sequence[Record], head: Head) -> None:
     """Raises ValueError where the records contradict each other, the head or themselves."""
     if len({record.key for record in records}) != len(records):
-        raise ValueError("two records have one key")
+        raise ValueError("two records have one key (of a function's file the folder is left out; rename one of two).")
     for record in records:
         found = record.environment.get("source"), dict(record.environment.get("versions", {}))
         if found != (head.source, head.versions):

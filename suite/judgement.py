@@ -17,7 +17,7 @@ from .grid.running import Limits
 from .kinds.conformance_case import TAKES, ConformanceCase, answer_of
 from .kinds.kind import Dtype
 from .record import Record
-from .user_function import known_row
+from .user_function import is_reference, known_row
 
 SUITE = "judge"
 
@@ -38,7 +38,8 @@ def new_judgement(
 
     With ``dtype`` the named problems are asked in it. What a gate requires is among them. Raises InputError.
     """
-    named = _matching([*(["*"] if patterns is None else names_of(patterns, "--cases")), *required])
+    told = [TAKES] if any(map(is_reference, backends)) else []  # or nobody sees why a function takes so little
+    named = _matching([*(["*"] if patterns is None else names_of(patterns, "--cases")), *required, *told])
     changed: dict[str, Dtype | None] = {name: dtype for name, case in CASES.items() if case.dtype != dtype}
     return RunGrid(
         suite=SUITE,

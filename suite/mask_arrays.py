@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int
 from attnsuite.backends import AttentionSpec, attention
 
 from .statistics import Interval, paired_ratio
-from .traced_calls import Harvest
+from .traced_calls import Call, Harvest
 
 _ROUNDS = 7
 
@@ -78,17 +78,27 @@ def _documents(mask: Bool[np.ndarray, "b t t"]) -> Int[np.ndarray, "b t"]:
 
 
 def sentences(found: Harvest) -> Iterator[str]:
-    """For each place that passes such an array: what to write instead, and what the array costs on this machine."""
-    reported: set[tuple[str, str]] = set()
+    """For each place that passes such an array: what to write instead, and what the array costs on this machine.
+
+    A place whose calls get different arrays is named too: no one argument is right for all of them.
+    """
+    places: dict[str, dict[str, tuple[Call, np.ndarray, Description | None]]] = {}
     for index, mask_array in sorted((found.masks or {}).items()):
         call, mask = found.calls[index], mask_array != 0  # flax makes masks of floats
-        description = read(mask, call.spec) if call.spec is not None and mask.ndim == 4 else None
-        if call.spec is None or description is None or (call.place, description.text) in reported:
-            continue
-        reported.add((call.place, description.text))
-        ratio = cost(mask, description, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
-        took = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long with auto on this machine"
-        yield f"{call.place}: the mask array {list(mask.shape)} says {description.text} on this batch{took}."
+        is_read = call.spec is not None and mask.ndim == 4 and index not in found.varying
+        description = read(mask, call.spec) if call.spec is not None and is_read else None
+        text = description.text if description else ""
+        places.setdefault(call.place, {}).setdefault(text, (call, mask, description))
+    varying = {found.calls[index].place for index in found.varying}
+    for place, meanings in places.items():
+        for call, mask, description in meanings.values():
+            if call.spec is not None and description is not None:
+                ratio = cost(mask, description, dataclasses.replace(call.spec, has_mask=False, is_causal=False))
+                times = "" if ratio is None else f"; the array takes {ratio.value:.2f} times as long"
+                took = times and f"{times} with auto on this machine"
+                yield f"{place}: the mask array {list(mask.shape)} says {description.text} on this batch{took}."
+        if len(meanings) > 1 or place in varying:
+            yield f"{place}: not every call there gets the same mask array; what one says is not right for all."
 
 
 def _shortened(lengths: Int[np.ndarray, " b"]) -> str:

@@ -103,7 +103,8 @@ def _facts(part: Part) -> dict[str, Any]:
     manifest = dataclasses.asdict(part.manifest)
     facts = {name: value for name, value in manifest.items() if name not in _MAY_DIFFER}
     nested = {f"{name} {key}": value for name in ("versions", "flags") for key, value in facts.pop(name).items()}
-    machine = {name: sorted({str(record.environment.get(name)) for record in part.records}) for name in MACHINE_KIND}
+    names = (*MACHINE_KIND, "source_files")
+    machine = {name: sorted({str(record.environment.get(name)) for record in part.records}) for name in names}
     text = part.manifest.text  # whose path may differ from machine to machine
     return facts | nested | {"text": text and (text.sha256, text.field)} | machine
 

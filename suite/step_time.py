@@ -74,19 +74,17 @@ def sentences(found: Harvest, times: StepTimes) -> Iterator[str]:
     if times.with_auto is not None:
         no_gain = ", which is no gain" if (times.with_auto.high or times.with_auto.value) >= 1 else ""
         yield f"with auto it takes {times.with_auto.value:.2f} of that time{_interval(times.with_auto)}{no_gain}."
-    reported: set[str] = set()
+    lines: dict[str, None] = {}  # a place may have calls of several problems
     for mark in sorted(found.found(), key=lambda mark: mark.index):
         call = found.calls[mark.index]
-        if call.spec is None or call.place in reported:
-            continue
-        reported.add(call.place)
-        if call.place in times.unchanged:
-            yield f"{call.place} stays as it is: {times.unchanged[call.place]}"
-            continue
-        spec = dataclasses.replace(call.spec, needs_grad=mark.differentiated)
-        taken = resolve("auto", spec, Target.here()).backend.name
-        today = _TODAY.get(call.function, "a plan of this package")
-        yield f"{call.place} runs {today}; auto takes {taken}{_line(call)}."
+        if call.spec is not None and call.place in times.unchanged:
+            lines[f"{call.place} stays as it is: {times.unchanged[call.place]}"] = None
+        elif call.spec is not None:
+            spec = dataclasses.replace(call.spec, needs_grad=mark.differentiated)
+            taken = resolve("auto", spec, Target.here()).backend.name
+            today = _TODAY.get(call.function, "a plan of this package")
+            lines[f"{call.place} runs {today}; auto takes {taken}{_line(call)}."] = None
+    yield from lines
 
 
 _TODAY = {

@@ -43,15 +43,7 @@ class RunStore:
         if resume:
             require_run(directory)
         files.check_directory(directory)
-        with files.writing(directory):
-            self._lock = _open(directory / LOCK, "a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise InputError(
-                f"another run is writing to {directory}; wait for it to end, or choose another --out."
-            ) from error
+        self._lock = locked(directory)
         try:
             self.records = self._load(resume=resume)
         except BaseException:
@@ -118,6 +110,20 @@ class RunStore:
         if warning:
             self.warnings, self._whole = (warning,), size
         return records
+
+
+def locked(directory: Path) -> IO[str]:
+    """Lock a directory for writing until the file is closed. Raises InputError where another run holds it."""
+    with files.writing(directory):
+        lock = _open(directory / LOCK, "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise InputError(
+            f"another run is writing to {directory}; wait for it to end, or choose another --out."
+        ) from error
+    return lock
 
 
 def _open(path: Path, mode: str) -> IO[str]:

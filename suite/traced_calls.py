@@ -74,6 +74,7 @@ class Harvest:
         self.counts: Counter[Mark] | None = None  # of a traced program; None: one for each call of Python
         self.unsure: dict[Mark, dict[str, None]] = {}  # why the count of a mark is not that of a run, as sentences
         self.masks: dict[int, np.ndarray] | None = None  # of calls that ran (:func:`executed`): the first mask array
+        self.varying: set[int] = set()  # calls that ran again with another one: in a scan, a vmap, a jitted layer
         self.instead = instead  # computes a call, or returns NotImplemented
         self._thread = threading.get_ident()
         self._inside = False  # an attention function that calls another one is one call
@@ -106,8 +107,8 @@ class Harvest:
             self._inside = False
 
     def _saw(self, index: int, mask: Any) -> None:
-        if self.masks is not None:
-            self.masks.setdefault(index, np.asarray(mask))
+        if self.masks is not None and not np.array_equal(self.masks.setdefault(index, np.array(mask)), mask):
+            self.varying.add(index)
 
 
 @contextlib.contextmanager

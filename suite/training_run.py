@@ -44,6 +44,7 @@ from .layerwise_perplexity import options_of
 from .measure.environment import describe
 from .measure.memory import available_bytes, compiled_sizes, device_statistics
 from .named_model import config_of, model_of
+from .store import LOCK, locked
 from .typed import Count, Real
 
 SETTINGS, LOSSES, SAVED = "training.json", "losses.jsonl", "saved"
@@ -213,7 +214,8 @@ def execute(request: TrainRequest, out: Path, *, resume: bool = False, say: Call
     settings = _settings(request, opened)
     _check_out(out, settings, resume=resume)
     started = _started(request, opened)
-    with files.writing(out, " What is saved is kept: go on with --resume."):
+    with locked(out), files.writing(out, " What is saved is kept: go on with --resume."):
+        _check_out(out, settings, resume=resume)  # another run may have written there meanwhile
         files.write_text(out / SETTINGS, json.dumps(settings, indent=1) + "\n")
         _steps(request, opened, started, out, resume=resume, say=say)
 
@@ -363,7 +365,7 @@ def _check_out(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
                 raise InputError(_difference(key, before.get(key), now))
         return
     files.check_directory(out)
-    if any(out.iterdir()):
+    if any(path.name != LOCK for path in out.iterdir()):
         raise InputError(f"--out {out} is not empty; give a new directory, or --resume to go on with its run.")
 
 

@@ -106,10 +106,17 @@ def is_raised_by_user(error: Exception) -> bool:
 
 
 def load_module(path: Path) -> ModuleType:
-    """The module of the file, whose own folder is searched last for what it imports. Raises InputError."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    """The module of the file, whose own folder is searched last for what it imports. Raises InputError.
+
+    Of two files in different folders each gets the modules of its own folder, also where they have the same names.
+    """
+    folder = path.resolve().parent
+    files = [Path(str(module.__file__)).resolve() for name, module in sys.modules.items() if name.startswith(_MODULE)]
+    others = {file.parent for file in files} - {folder}
+    for name in [name for name in sys.modules if others and _is_in(name.partition(".")[0], others, folder)]:
+        del sys.modules[name]
+    if str(folder) not in sys.path or others:
+        sys.path[:] = [*(entry for entry in sys.path if Path(entry) not in others), str(folder), *map(str, others)]
     spec = importlib.util.spec_from_file_location(f"{_MODULE}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path} cannot be imported; give a file of Python.")
@@ -120,3 +127,11 @@ def load_module(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise InputError(f"{path} does not load: {type(error).__name__}: {error}") from error
     return module
+
+
+def _is_in(top: str, others: Collection[Path], folder: Path) -> bool:
+    """Whether a module was imported from one of the ``others``, and ``folder`` has a file for its name too."""
+    if top.startswith(_MODULE):
+        return False
+    file = Path(str(getattr(sys.modules.get(top), "__file__", None))).resolve()
+    return any(file.is_relative_to(other) and (folder / file.relative_to(other)).is_file() for other in others)

@@ -39,6 +39,7 @@ def run(command: Harvest) -> int:
     from ..user_function import check_reference, load_module
 
     path, _, name = check_reference(command.script, _FORM).rpartition(":")
+    out = command.out and command.out.absolute()  # the script may change the directory
     if command.out is not None:
         if command.out.suffix != ".toml":
             raise InputError(f"--out {command.out} is no suite file; give a name that ends in .toml.")
@@ -59,10 +60,10 @@ def run(command: Harvest) -> int:
         )
         return NO_RESULT
     text = to_toml(rows, command.script)
-    if command.out is None:
+    if out is None:
         print(text, end="")
     else:
-        write_text(command.out, text)
+        write_text(out, text)
         print(f"suite: {command.out}")
     for row in rows:
         for sentence in row.sentences:

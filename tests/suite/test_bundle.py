@@ -111,6 +111,19 @@ def test_no_path_user_or_host_is_in_it(run_dir, tmp_path, monkeypatch):
     assert "/proc/self/clear_refs" in texts[RECORDS]  # names nobody
 
 
+def test_two_files_of_one_name_are_not_packed(run_dir, tmp_path):
+    lines = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
+    functions = [f"{folder}/mine.py:f" for folder in ("before", "after")]
+    for row in functions:
+        key = f"{lines[0]['case']}/{row}/{lines[0]['target']}/{lines[0]['mode'] or 'native'}"
+        lines.append({**lines[0], "requested": row, "resolved": row, "key": key})
+    (run_dir / RECORDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest = json.loads((run_dir / MANIFEST).read_text())
+    (run_dir / MANIFEST).write_text(json.dumps({**manifest, "backends": [*manifest["backends"], *functions]}))
+    with pytest.raises(InputError, match="would be refused as a bundle: two records have one key"):
+        pack(run_dir, tmp_path / "run.zip")
+
+
 def test_machine_name_that_cannot_be_replaced_is_refused(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "forward-s4096")
     with pytest.raises(InputError, match="would still hold 'forward-s4096'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import re
 import threading
 from pathlib import Path
@@ -285,6 +286,11 @@ def test_command_writes_a_suite_file_that_runs_take(script, capsys):
     assert Path("mine.toml").read_text() == out
     assert "# The attention calls of train.py:fn: 3 calls, 3 problems.\n" in out
     assert "# 1 call: train.py:5 (jax.nn.dot_product_attention)\n" in out
+    Path("elsewhere").mkdir()
+    Path("moving.py").write_text(f"import os\n{SCRIPT}\nos.chdir('elsewhere')\n")
+    assert finished(capsys, "moving.py:fn", "--out", "again.toml")[0] == 0
+    os.chdir("..")
+    assert Path("again.toml").is_file()
     _, out, _ = finished(capsys, "train.py:method")
     assert "# 1 call: the step itself (flax.linen.dot_product_attention)\n" in out
 
@@ -344,6 +350,18 @@ def test_a_time_that_may_be_no_less_is_called_no_gain(low, value, high, gain):
     said = [line for line in step_time.sentences(Harvest(), times) if line.startswith("with auto")]
     ending = "" if gain else ", which is no gain"
     assert said == [f"with auto it takes {value:.2f} of that time ({low:.2f} to {high:.2f}){ending}."]
+
+
+def test_what_auto_takes_is_told_of_each_problem_of_a_place(monkeypatch):
+    def taken(_, spec, target):
+        return backends.resolve("standard" if spec.query_length == 8 else "chunked", spec, target)
+
+    monkeypatch.setattr(step_time, "resolve", taken)
+    arrays = [shaped(1, length, 2, 16) for length in (8, 32, 8)]
+    found = traced(lambda *arrays: [jax.nn.dot_product_attention(x, x, x) for x in arrays], *arrays)
+    times = step_time.StepTimes(Interval(1.0, None, None, 1), None, None, {})
+    said = [re.findall("auto takes ([a-z]+)", line) for line in step_time.sentences(found, times)]
+    assert said == [[], ["standard"], ["chunked"]]
 
 
 def test_a_step_is_timed_as_it_is_without_attention_and_with_auto(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,3 +91,19 @@ def test_masks_are_read_under_a_gradient():
 
     (mask,) = executed(step, jnp.ones((1, 8, 16))).masks.values()
     assert (mask[0, 0] == np.tril(np.ones((8, 8)))).all()
+
+
+@pytest.mark.parametrize(("way", "said"), [("scan", ["not every"]), ("loop", ["is_causal=True", "not every"])])
+def test_what_one_of_several_arrays_says_is_not_told_of_all(way, said):
+    masks = jnp.stack([CAUSAL, CAUSAL & ~np.tril(CAUSAL, -4)])[:, None, None]
+
+    def layer(x, mask):
+        return jax.nn.dot_product_attention(x, x, x, mask=mask), None
+
+    def step(x):
+        if way == "scan":
+            return jax.lax.scan(layer, x, masks)[0]
+        return layer(layer(x, masks[0])[0], masks[1])[0]
+
+    found = mask_arrays.sentences(executed(step, jnp.ones((1, T, 2, 8))))
+    assert [next(words for words in said if words in sentence) for sentence in found] == said

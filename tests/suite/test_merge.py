@@ -70,6 +70,7 @@ def test_runs_of_other_cases_follow_each_other(tmp_path, written):
         ({"target": "cuda:h100"}, "target: cpu and cuda:h100"),
         ({"machine": {"cpu": "another"}}, r"cpu: \['a CPU'\] and \['another'\]"),
         ({"machine": {"cores": 4}}, r"cores: \['2'\] and \['4'\]"),
+        ({"machine": {"source_files": {"k.py:fn": "1"}}}, "source files: .*None.* and .*k.py:fn"),
         ({"backends": ("standard",)}, "backends: "),
         ({"text": TextIdentity(path="p", sha256="0")}, "text: None and "),
         ({"shard": "2/3"}, r"shards of different counts \(.*one is 1/2, .*other is 2/3\)"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from attnsuite.suite.plain_function import found_out
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.user_function import load
 from command import code_of
 
 SUITE = '[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 2\nkv_heads = 2\nhead_dim = 16\nname = "tiny"\n'
@@ -133,3 +136,14 @@ def test_a_process_that_a_function_ends_before_anything_runs_is_not_laid_on_jax(
     reference = f"{tmp_path}/mine.py:ends"
     assert code_of("judge", reference, "--cases", "plain", "--random", "0", "--out", tmp_path / "out") == 2
     assert f"it was not found out what {reference} takes: died by SIGABRT" in capsys.readouterr().err
+
+
+def test_files_of_two_folders_each_import_from_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder in ("before", "after"):
+        (tmp_path / folder / "parts").mkdir(parents=True)
+        (tmp_path / folder / "parts/__init__.py").write_text("from .of import FOLDER\n")
+        (tmp_path / folder / "parts/of.py").write_text(f"FOLDER = {folder!r}\n")
+        (tmp_path / folder / "mine.py").write_text("from parts import FOLDER\n\ndef f(q, k, v):\n    return FOLDER\n")
+    for folder in ("before", "after", "before"):
+        assert load(f"{tmp_path}/{folder}/mine.py:f")[0].function(None, None, None) == folder

@@ -20,6 +20,7 @@ from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.models.sharded_training import MeshSizes
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.named_model import model_of
+from attnsuite.suite.store import RunStore
 from attnsuite.suite.training_run import LOSSES, TrainRequest, execute, open_training
 from command import code_of
 from declared import sized
@@ -163,6 +164,8 @@ def test_a_directory_that_is_in_use_or_holds_no_run_is_refused(refused, tmp_path
     words = ("train", "--model", "nano", "--save-every", "0", "--out", tmp_path)
     assert "is not empty; give a new directory, or --resume" in refused(*words)
     assert "saves nothing to go on with" in refused(*words, "--resume")
+    with RunStore(tmp_path / "new", resume=False):
+        assert "another run is writing to" in refused(*words[:-1], tmp_path / "new")
 
 
 @needs_orbax
