@@ -104,7 +104,6 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--resume"], "needs --out"),
         (["--resume", "--out", "nowhere"], "no run to resume"),
         (["--resume", "--out", "given/old"], "another version"),
-        (["--backends", "standard", "--out", "given/done"], "already has records; add --resume"),
         (["--suite", "device", "--resume", "--out", "out"], "holds no run of --suite device"),
         (["--suite", "device", "--resume", "--out", "out", "--backends", "kvax"], "--backends cannot change"),
         (["--out", ""], "is given an empty value; give one, or leave it out."),
