@@ -81,7 +81,7 @@ def _origins(first: Run, second: Run) -> list[str]:
         Column("b", "run B", lambda name: facts[1].get(name, _NOT_RECORDED)),
     )
     warned = [_source(*facts)]
-    devices = [fact["device"] for fact in facts]
+    devices = [fact.get("device", _NOT_RECORDED) for fact in facts]
     if devices[0] != devices[1]:
         warned.append(
             f"**Different devices:** {escape(devices[0])} (A) and {escape(devices[1])} (B). "

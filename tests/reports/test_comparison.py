@@ -1,7 +1,6 @@
 import pytest
 
 from attnsuite import reports
-from command import code_of
 
 
 def runs(write_run, first, second):
@@ -24,20 +23,6 @@ def test_interval_of_the_ratio_decides_the_reading(record, write_run, factor, re
     assert reading in told.split("## Speed")[1]
 
 
-def test_other_device_and_versions_are_said_at_the_top(record, write_run):
-    environment = {**record().environment, "cpu": "Other CPU", "versions": {"jax": "0.12.0"}}
-    told = runs(write_run, [record()], [record(environment=environment)])
-    top = told.split("## Speed")[0]
-    assert "**Different devices:** Example CPU 9000, 2 cores (A) and Other CPU, 2 cores (B)." in top
-    assert "**Different:** jax, jaxlib, python, numpy." in top
-
-
-def test_like_runs_warn_of_nothing(record, write_run):
-    told = runs(write_run, [record()], [record()])
-    assert "Different" not in told
-    assert "status, mode and what ran are the same in both" in told
-
-
 @pytest.mark.parametrize(
     ("sources", "told"),
     [
@@ -55,16 +40,30 @@ def test_source_is_compared_first_and_records_without_one_are_read(record, write
     assert runs(write_run, *made).split("\n\n")[1].startswith(told)
 
 
-def test_flags_that_differ_are_said(record, write_run):
-    flagged = {**record().environment, "flags": {"XLA_FLAGS": "--fast"}}
-    told = runs(write_run, [record()], [record(environment=flagged)])
-    assert "**Different:** XLA_FLAGS. The ratios include" in told.split("<details>")[0]
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "status, mode and what ran are the same in both"),
+        ({"cpu": "Other CPU"}, "**Different devices:** Example CPU 9000, 2 cores (A) and Other CPU, 2 cores (B)."),
+        ({"versions": {"jax": "0.12.0"}}, "**Different:** jax, jaxlib, python, numpy."),
+        ({"flags": {"XLA_FLAGS": "--fast"}}, "**Different:** XLA_FLAGS. The ratios include"),
+        ({"source_files": {"kernels.py:attend": "01"}}, "**Different:** digest of kernels.py:attend. The ratios"),
+    ],
+    ids=str,
+)
+def test_what_differs_in_the_environment_is_said_at_the_top(record, write_run, environment, told):
+    facts = record().environment | environment
+    compared = runs(write_run, [record()], [record(environment=facts)])
+    assert told in (compared.split("## Speed")[0] if environment else compared)
+    assert ("Different" in compared) is bool(environment)
 
 
-def test_other_file_of_a_users_own_row_is_said(record, write_run):
-    facts = [{**record().environment, "source_files": {"kernels.py:attend": digest}} for digest in ("01", "23")]
-    told = runs(write_run, *([record(environment=each)] for each in facts))
-    assert "**Different:** digest of kernels.py:attend. The ratios include" in told.split("<details>")[0]
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [(["standard", "chunked"], "1 cell of run A not in run B"), (["chunked"], "The runs share no cell")],
+)
+def test_cells_of_one_run_only_are_said(record, write_run, before, told):
+    assert told in runs(write_run, [record(name) for name in before], [record()])
 
 
 def test_wrong_cell_is_a_change_of_status_and_no_speed(record, write_run):
@@ -73,22 +72,6 @@ def test_wrong_cell_is_a_change_of_status_and_no_speed(record, write_run):
     assert "12.3" not in told
     assert "No cell has a speed in both runs." in told
     assert "out: outside" in told.split("## What ran")[1]
-
-
-def test_cells_of_one_run_only_are_listed(record, write_run):
-    told = runs(write_run, [record(), record("chunked")], [record()])
-    assert "1 cell of run A not in run B" in told
-    assert "chunked" in told.split("## Only in run A")[1]
-
-
-def test_runs_that_share_no_cell_say_so(record, write_run):
-    assert "The runs share no cell" in runs(write_run, [record("chunked")], [record()])
-
-
-def test_command_line_compares_two_runs(record, write_run, capsys):
-    folders = [write_run(record(samples=scaled(record(), factor)), name=str(factor)) for factor in (1.0, 2.0)]
-    assert code_of("compare", *folders) == 0
-    assert "B slower" in capsys.readouterr().out
 
 
 def test_cell_whose_name_means_another_problem_is_not_compared(record, write_run):

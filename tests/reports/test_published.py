@@ -1,5 +1,6 @@
 """The published pages are what their records say."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,7 +9,11 @@ import pytest
 import tyro
 
 from attnsuite import reports
+from attnsuite.backends.devices import KNOWN_KINDS
 from attnsuite.reports.pages import curves
+from attnsuite.suite.compile import compilation, topologies
+from attnsuite.suite.compile_run import SEARCH_LENGTHS
+from attnsuite.suite.kinds import make_case
 from attnsuite.suite.kinds.loss_curve_case import role_of, settings_of
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.verbs import compile as compile_verb
@@ -104,3 +109,31 @@ def test_backends_are_ready_to_train_with_and_controls_are_found_out():
         controls = [verdict for record, verdict in found if role_of(record) == "control"]
         assert len(controls) == 3
         assert not any(verdict.is_ready for verdict in controls)
+
+
+@pytest.mark.parametrize("name", ["", "-kascade", *DEVICES])
+def test_compiled_page_has_its_command_and_every_cell_that_it_asks_for(name):
+    folder = PUBLISHED / f"compiled{name}"
+    records = parse_records(folder / RECORDS)[0]
+    manifest = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    names = [
+        row
+        for case in map(make_case, manifest["cases"])
+        for backend in manifest["backends"]
+        for row in compilation.in_roles(case, backend)
+    ]
+    assert len(records) == len({record.key for record in records}) == len(manifest["targets"]) * len(names)
+    assert all(record.samples == () for record in records)
+    assert all(record.mode == "compile" or record.status == "unsupported" for record in records)
+    assert shlex.join(manifest["command"]) in (folder / "report.md").read_text(encoding="utf-8")
+    if not name:
+        assert {record.target.partition(":")[2] for record in records} == set(topologies.KINDS) == set(KNOWN_KINDS)
+
+
+def test_published_search_found_for_each_backend_what_fits_beside_what_does_not():
+    records = parse_records(PUBLISHED / "compiled-v5e" / RECORDS)[0]
+    for backend in ("standard", "chunked", "splash", "kascade"):
+        tried = [r for r in records if r.requested == backend and r.kind == "model_prefill"]
+        fits = max(r.problem["sequence"] for r in tried if r.status == "ok")
+        too_long = min(r.problem["sequence"] for r in tried if r.status == "oom")
+        assert SEARCH_LENGTHS.index(too_long) == SEARCH_LENGTHS.index(fits) + 1

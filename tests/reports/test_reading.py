@@ -1,5 +1,10 @@
+"""What is read of a run directory, and the sentences of a page that no published page has."""
+
 import dataclasses
 
+import pytest
+
+from attnsuite import reports
 from attnsuite.reports import reading
 from attnsuite.reports.cells import group
 from attnsuite.reports.figures import reason_numbers
@@ -28,25 +33,12 @@ def test_refusal_says_what_ran_instead(record):
     assert told[2].endswith("needs a TPU. *Outcome: `chunked` would run (1 cell).*")
 
 
-def test_headline_counts_wins_and_only_measurable_differences(record):
-    steady = [1.0 + 0.001 * i for i in range(10)]
-    cells = [
-        record("standard", case="a", problem={"sequence": 1}, samples=tuple(steady)),
-        record("chunked", case="a", problem={"sequence": 1}, samples=tuple(s / 4 for s in steady)),
-        record("standard", case="b", problem={"sequence": 2}, samples=tuple(steady)),
-        record("chunked", case="b", problem={"sequence": 2}, samples=tuple(steady[::-1])),
-    ]
-    told = reading.headline(group(cells))
-    assert "in 1 of them measurably, at 0.250" in " ".join(told)
-    assert "of 2 timed cases" in told[0]
-
-
-def quality_pair(record, unigram=4.61, shift=0.01):
+def quality_pair(record):
     values = tuple(1.4 + 0.01 * i for i in range(16))
-    figures = {"bits_per_byte": 2.1, "unigram_bits_per_byte": unigram}
+    figures = {"bits_per_byte": 2.1, "unigram_bits_per_byte": 4.61}
     kind = {"kind": "perplexity", "case": "text", "problem": {"model": "text", "sequence": 512}, "samples": ()}
     standard = record(quality=figures, series={"nll": values}, **kind)
-    ours = {"nll": tuple(value + shift * (1 + 0.1 * (i % 3)) for i, value in enumerate(values))}
+    ours = {"nll": tuple(value + 0.01 * (1 + 0.1 * (i % 3)) for i, value in enumerate(values))}
     return standard, record("kascade", exact=False, quality=figures, series=ours, **kind)
 
 
@@ -62,7 +54,32 @@ def test_standard_series_of_the_same_cell_is_preferred(record):
     assert "no measurable difference to standard in mean nll" in told
 
 
-def test_dense_model_no_better_than_unigram_is_invalid(record):
-    (told,) = reading.model_quality(group(quality_pair(record, unigram=2.1)))
-    assert "INVALID" in told
-    assert "differs" not in told
+def test_file_without_a_whole_record_is_an_error(write_run):
+    with pytest.raises(reports.ReportError, match="holds no whole record"):
+        reports.render(write_run())
+
+
+def test_cut_off_last_line_is_left_out_with_a_note(record, write_run):
+    run = write_run(record())
+    with (run / "records.jsonl").open("a", encoding="utf-8") as file:
+        file.write(record("chunked").to_json()[:200])
+    text = reports.render(run).read_text(encoding="utf-8")
+    assert "The last line of records.jsonl is cut off or damaged and was left out." in text
+    assert "1 cell: 1 ran natively." in text
+
+
+def test_records_beyond_those_of_the_run_are_noted(record, write_run):
+    run = write_run(record(), record("chunked"))
+    (run / "run.json").write_text(
+        '{"suite":"s","target":"cpu","versions":{},"source":"","git_revision":null,"flags":{},"cells":1}'
+    )
+    assert reports.load(run).notes == (
+        "records.jsonl has 2 records, and run.json says 1 cell: some records are of another run.",
+    )
+
+
+def test_damaged_manifest_is_an_error(record, write_run):
+    run = write_run(record())
+    (run / "run.json").write_text("{", encoding="utf-8")
+    with pytest.raises(reports.ReportError, match=r"run\.json is damaged .*it is not JSON.*; without this"):
+        reports.render(run)

@@ -7,6 +7,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from attnsuite.reports.cells import group
 from attnsuite.suite.grid.progress import ProgressDisplay
@@ -96,3 +97,29 @@ def test_a_refusal_is_told_once_for_each_reason_and_device(record):
         display.done(each)
     lines = console.file.getvalue().splitlines()
     assert [line.rsplit("  ", 1)[1] for line in lines] == ["needs a GPU.", "takes no mask.", "needs a GPU."]
+
+
+def test_bar_counts_cells_that_are_measured_and_not_those_that_are_unsupported(record):
+    """Those that are known before, and one that turns out to be."""
+    display = ProgressDisplay(Console(file=io.StringIO()))
+    refused = record("kvax", mode=None, status="unsupported", samples=(), reasons=("kvax runs on GPUs.",))
+    display.begin(3, 0)
+    for each in (refused, record(), refused):
+        display.done(each)
+    display.fewer(1)
+    (task,) = display._progress.tasks
+    assert (task.completed, task.total, task.fields["left"]) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_line_breaks_between_words_on_a_terminal_alone(monkeypatch, record, terminal):
+    sentence = "unsupported forward-s1024-h8k2-d64-bf16 / kvax  " + "query_length=1024 is not supported by kvax " * 4
+    monkeypatch.setattr("attnsuite.suite.grid.progress.record_line", lambda _: Text(sentence))
+    file = io.StringIO()
+    display = ProgressDisplay(Console(file=file, force_terminal=terminal, width=80, color_system=None))
+    display.done(record())
+    display.warn(sentence)
+    first, *rest = file.getvalue().splitlines()
+    assert file.getvalue().split() == [*sentence.split(), "warning:", *sentence.split()]
+    assert max(map(len, (first, *rest))) <= 80 or not terminal
+    assert len(rest) == (7 if terminal else 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from attnsuite.suite import typed
@@ -13,22 +11,27 @@ from attnsuite.suite.record import Environment
 LINE = "570.86.15, 1980, 1980, 2619, 650.00, 700.00, Enabled, Disabled, Enabled"
 
 
-def test_state_is_read_and_fits_a_record():
+def put_command(folder, monkeypatch, script):
+    """Let this script be the only command that there is; None is no command at all."""
+    monkeypatch.setenv("PATH", str(folder))
+    if script is not None:
+        command = folder / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+
+
+def test_state_is_read_and_fits_a_record_without_what_the_driver_does_not_say():
     state = parse_state(LINE + "\n")
     assert state["power_limit_watts"] == 650.0
     assert (state["driver"], state["ecc"], state["mig"]) == ("570.86.15", "Enabled", "Disabled")
     typed.convert({"accelerator": state}, Environment)
+    partly = parse_state(LINE.replace("650.00", "[N/A]").replace("1980", "[Unknown Error]"))
+    assert {"power_limit_watts", "sm_mhz"} <= set(state) - set(partly)
 
 
 @pytest.mark.parametrize("text", [None, "", "\n", "No devices were found", LINE + ", more"])
 def test_other_answers_are_no_state(text):
     assert parse_state(text) == {}
-
-
-def test_what_the_driver_does_not_say_is_left_out():
-    state = parse_state(LINE.replace("650.00", "[N/A]").replace("1980", "[Unknown Error]"))
-    assert "power_limit_watts" not in state
-    assert "sm_mhz" not in state
 
 
 @pytest.mark.parametrize(
@@ -37,11 +40,13 @@ def test_what_the_driver_does_not_say_is_left_out():
         (f'case "$1" in *gpu*) echo "{LINE}";; *) printf "1\\n2\\n";; esac', 2),
         ("exit 9", None),
         ("printf '\\377'", None),
+        (None, None),
     ],
 )
-def test_command_is_asked_and_its_failure_is_no_state(tmp_path, monkeypatch, script, found):
+def test_command_is_asked_and_its_failure_or_absence_is_no_state(tmp_path, monkeypatch, script, found):
     put_command(tmp_path, monkeypatch, script)
     assert nvidia_state().get("compute_processes") == found
+    assert bool(nvidia_state()) is (found is not None)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +71,3 @@ def test_gpu_that_jax_sees_first_is_asked_about(tmp_path, monkeypatch):
     assert used_by_others() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert used_by_others() == "somebody else, 50% of the time"
-
-
-def put_command(folder, monkeypatch, script):
-    command = folder / "nvidia-smi"
-    command.write_text(f"#!/bin/sh\n{script}\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-
-
-def test_machine_without_the_command_has_no_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert nvidia_state() == {}

@@ -14,17 +14,27 @@ from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import caller, kind_of, make_case
 from attnsuite.suite.measure.program import Draw
-from attnsuite.suite.reportable import standard_of
 from landing import swept
 
-WAYS = {
-    "eager": {"operand": "causal"},
-    "jit": {"operand": "mask", "gradient": True},
-    "vmap": {"operand": "mask", "batch": 2},
-    "layers": {"operand": "bias", "layers": 2, "gradient": True},
-    "nnx": {"query_length": 1},
-    "linen": {"query_length": 1},
-}
+CALLS = (
+    ("eager", {"operand": "causal"}),
+    ("jit", {"operand": "mask", "gradient": True}),
+    ("layers", {"operand": "bias", "layers": 2, "gradient": True}),
+    ("nnx", {"query_length": 1}),
+    ("linen", {"query_length": 1}),
+    ("vmap", {"operand": "mask", "batch": 2}),
+    ("vmap", {"operand": "lengths", "batch": 2}),
+    ("jit", {"operand": "learned_bias", "gradient": True, "batch": 2}),
+    ("jit", {"kv_layout": "HND", "gradient": True, "kv_heads": 1}),
+    ("jit", {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "HND"}),
+    ("jit", {"query_length": 1, "kv_dtype": "int8", "kv_layout": "NHD"}),
+)
+MORE = (
+    ("vmap", {"operand": "key_mask", "batch": 2}),
+    ("vmap", {"operand": "bias", "batch": 2}),
+    ("jit", {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "NHD"}),
+    ("jit", {"query_length": 1, "kv_dtype": "int8", "kv_layout": "HND"}),
+)
 
 
 def case_of(way, **fields):
@@ -54,10 +64,10 @@ def held_to_its_own_inputs(case, found):
         assert not any(error.passed for error in kind.recheck(case, outputs, Draw(7, call + 1), choice).values())
 
 
-@pytest.mark.parametrize("row", swept(("library", "standard"), ("standard",)))
-@pytest.mark.parametrize("way", WAYS)
-def test_a_timed_call_is_judged_by_its_own_inputs_and_holds_no_compilation(way, row, tmp_path):
-    case = case_of(way, **WAYS[way])
+@pytest.mark.parametrize("row", swept(("library", "chunked"), ("chunked",)))
+@pytest.mark.parametrize(("way", "fields"), swept(CALLS + MORE, CALLS), ids=str)
+def test_a_timed_call_is_judged_by_its_own_inputs_and_holds_no_compilation(way, fields, row, tmp_path):
+    case = case_of(way, **fields)
     found, compiled = prepared(case, row, tmp_path), []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     try:
@@ -65,30 +75,7 @@ def test_a_timed_call_is_judged_by_its_own_inputs_and_holds_no_compilation(way, 
     finally:
         jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "compile" in name]
-    held_to_its_own_inputs(case, found)
-
-
-MORE = [
-    {"operand": "learned_bias", "gradient": True, "batch": 2},
-    {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "HND"},
-    {"query_length": 1, "kv_dtype": "int8", "kv_layout": "NHD"},
-    {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "NHD"},
-    {"query_length": 1, "kv_dtype": "int8", "kv_layout": "HND"},
-]
-
-
-@pytest.mark.parametrize("operand", ["lengths", "key_mask", "bias"])
-def test_each_entry_of_a_mapped_call_has_its_own_lengths(operand, tmp_path):
-    held = prepared(case_of("vmap", operand=operand, batch=2), "standard", tmp_path)
-    assert held.outcome.accuracy["out"].passed
-
-
-@pytest.mark.parametrize("row", swept(("library", "chunked"), ("chunked",)))
-@pytest.mark.parametrize("fields", swept(MORE, MORE[:3]), ids=str)
-def test_a_learned_bias_and_a_cache_are_judged_by_their_own_inputs(fields, row, tmp_path):
-    case = case_of("jit", **fields)
-    found = prepared(case, row, tmp_path)
-    assert ("dbias" in found.outcome.accuracy) is case.gradient
+    assert ("dbias" in found.outcome.accuracy) is (case.operand == "learned_bias")
     held_to_its_own_inputs(case, found)
 
 
@@ -99,7 +86,7 @@ def test_a_call_that_is_wrong_is_found(way, tmp_path, monkeypatch):
 
     monkeypatch.setattr(caller, "attention", keyless)
     monkeypatch.setattr(caller, "attention_fn", lambda *_, **__: keyless)
-    accuracy = prepared(case_of(way, **WAYS[way]), "standard", tmp_path).outcome.accuracy
+    accuracy = prepared(case_of(way, **dict(CALLS)[way]), "standard", tmp_path).outcome.accuracy
     assert not any(error.passed for error in accuracy.values())
 
 
@@ -108,14 +95,6 @@ def test_a_step_of_flax_is_the_one_behind_a_full_cache(tmp_path):
     program = caller.caller_program(case_of("nnx", query_length=1), "library")
     first, second = (program.function(*program.arguments) for _ in range(2))
     assert (first == second).all()
-
-
-def test_times_are_relative_to_the_library(example_record):
-    records = [
-        dataclasses.replace(example_record, kind="caller", requested=row, resolved=row, key=row)
-        for row in ("standard", "library")
-    ]
-    assert standard_of(records).requested == "library"
 
 
 @pytest.mark.parametrize(
@@ -129,19 +108,12 @@ def test_times_are_relative_to_the_library(example_record):
         ({"way": "vmap", "gradient": True}, "is a forward pass"),
         ({"way": "jit", "page_size": 16}, "of a decode step's cache"),
         ({"way": "jit", "query_length": 1, "page_size": 5}, "does not divide sequence = 32"),
+        ({"way": "nnx", "query_length": 1, "kv_layout": "HND"}, "flax's layer keeps its cache as 'NHD'"),
     ],
 )
 def test_a_case_that_nobody_can_call_is_an_error(fields, word):
     with pytest.raises(InputError, match=word):
         case_of(**fields)
-
-
-@pytest.mark.parametrize("row", ["library", "chunked"])
-def test_heads_before_slots_are_the_same_problem(row, tmp_path):
-    found = prepared(case_of("jit", kv_layout="HND", gradient=True, kv_heads=1), row, tmp_path)
-    assert found.outcome.status == "ok", found.outcome.error
-    with pytest.raises(InputError, match="flax's layer keeps its cache as 'NHD'"):
-        case_of("nnx", query_length=1, kv_layout="HND")
 
 
 def test_each_row_of_a_chain_has_a_share_in_its_gradient(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +12,16 @@ from attnsuite import reports
 from attnsuite.backends import Target
 from attnsuite.backends.tunable import KernelBuild
 from attnsuite.reports.pages import compiled
-from attnsuite.suite import compile_run
+from attnsuite.suite import compile_request, compile_run
+from attnsuite.suite.compile import topologies
 from attnsuite.suite.compile_run import SEARCH_STEPS, CompileGrid
 from attnsuite.suite.errors import CellFailure, InputError
+from attnsuite.suite.grid.run_grid import RunGrid
 from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.attention_call import OpCase
 from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.store import RECORDS, parse_records
+from attnsuite.suite.suites import QUICK, parse_shard
 from command import WorkerHere
 
 V5E, H100 = Target("tpu", "v5e"), Target("cuda", "h100")
@@ -197,28 +201,70 @@ def test_schedules_are_asked_for_and_their_dumps_removed(compile_with_fakes):
     assert {name for _, name, _ in again} == {"cudnn"}
 
 
-def test_page_shows_schedules(compile_with_fakes, tmp_path):
-    compile_with_fakes("run")
-    assert "## Schedules" not in compiled.compiled_overview(tmp_path / "run")
-    path = tmp_path / "run" / RECORDS
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    counts = {"bundles": 410, "mxu_bundles": 100, "fills": 3, "spills": 7, "vector_bytes": 819200}
-    each = {"kernel": "attend_kernel.1", "step_bundles": 400, "grid_steps": 321, **counts}
-    lines[0]["schedules"] = [each, {**each, "grid_steps": None}, {**each, "step_bundles": 0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = [
-        [cell.strip() for cell in line.split("|")[4:-1]]
-        for line in compiled.compiled_overview(tmp_path / "run").splitlines()
-        if "attend kernel.1" in line
+# Kernels that a run of quick only interprets are compiled for an H100 beside it
+
+
+@pytest.fixture
+def request_of(monkeypatch, tmp_path):
+    """A run of ``quick`` with a backend whose kernels Triton compiles, and one whose kernels XLA does."""
+    backends = {"triton": SimpleNamespace(compile_kernels=print), "pallas": SimpleNamespace()}
+    monkeypatch.setattr(compile_request.registry, "get", backends.__getitem__)
+    monkeypatch.setattr(compile_request, "support", lambda _, spec, *__: spec.dtype != "float32")
+
+    def of(**changes):
+        fields = {"suite": "quick", "cases": QUICK.cases, "backends": tuple(backends), "text": None, "resume": False}
+        return RunGrid(**{**fields, "out": tmp_path, "limits": Limits(60.0, 2**30), **changes})
+
+    return of
+
+
+def interpreted(example_record, *rows):
+    cases = [case.name for case in QUICK.cases if getattr(case, "sequence", 0) == 1024]
+    return [
+        dataclasses.replace(example_record, case=case, requested=row, mode="interpret")
+        for case in cases
+        for row in rows
     ]
-    known = ["attend kernel.1", "400", "321", "128400", "25.0", "7", "3", "2050"]
-    assert rows[0] == known
-    assert rows[1] == [*known[:2], "\u2013", "\u2013", *known[4:]]
-    assert rows[2][4] == rows[2][7] == "\u2013"
 
 
-def test_no_time_but_the_compilers_own_is_shown(compile_with_fakes, tmp_path):
-    compile_with_fakes("run")
-    page = reports.render(tmp_path / "run").read_text(encoding="utf-8")
-    for word in ("median", "tokens/s", "FLOP/s", "optimal"):
-        assert word not in page
+def test_half_precision_cases_of_interpreted_triton_kernels_are_compiled_for_an_h100(request_of, example_record):
+    found = compile_request.verdict_request(request_of(), interpreted(example_record, "triton", "pallas"))
+    assert [case.name for case in found.cases] == [
+        "forward-backward-s1024-h8k2-d64-bf16",
+        "forward-s1024-h8k2-d64-bf16",
+    ]
+    assert (found.backends, found.targets, found.out.name) == (("triton",), (Target.named("h100"),), "h100")
+
+
+def test_nothing_is_compiled_for_another_suite_shard_or_version_or_if_nothing_was_interpreted(
+    request_of, example_record
+):
+    records = interpreted(example_record, "triton")
+    elsewhere = [dataclasses.replace(record, environment={"versions": {"jax": "0.0.1"}}) for record in records]
+    native = [dataclasses.replace(record, mode="native") for record in records]
+    assert compile_request.verdict_request(request_of(), records) is not None
+    for request, found in (
+        (request_of(suite="full"), records),
+        (request_of(shard=parse_shard("1/2")), records),
+        (request_of(), interpreted(example_record, "pallas")),
+        (request_of(), native),
+        (request_of(), elsewhere),
+    ):
+        assert compile_request.verdict_request(request, found) is None
+
+
+def test_half_of_the_cuda_plugin_is_no_compiler(monkeypatch):
+    installed = {"jax_cuda12_plugin"}
+
+    def find_spec(module):
+        if module == "jax_plugins.xla_cuda12" and "jax_plugins" not in installed:
+            raise ModuleNotFoundError(module)
+        return module if module in installed else None
+
+    monkeypatch.setattr(topologies.util, "find_spec", find_spec)
+    target = Target.named("h100")
+    assert ".[compile-cuda]" in topologies.missing(target)
+    installed.add("jax_plugins")
+    assert ".[compile-cuda]" in topologies.missing(target)
+    installed.add("jax_plugins.xla_cuda12")
+    assert topologies.missing(target) is None

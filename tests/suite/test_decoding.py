@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig
-from attnsuite.suite import peers
 from attnsuite.suite.cell import Means
-from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.model_case import ModelCase
 from attnsuite.suite.kinds.model_kind import MODEL
@@ -52,15 +50,12 @@ def test_each_row_is_what_its_prompt_gives_alone(case):
 
 @pytest.mark.parametrize(("preset", "dtype"), [("debug", "bfloat16"), ("llama-3.2-1b", "float32")])
 @pytest.mark.parametrize("kind", ["model_prefill", "model_decode"])
-def test_no_call_converts_the_weights(kind, preset, dtype):
+def test_no_call_converts_the_weights_and_a_train_step_keeps_them_as_they_are_stored(kind, preset, dtype):
     case = ModelCase(kind=kind, model=preset, sequence=16, dtype=dtype)
     stored = ModelConfig.from_preset(preset)
     assert model_program.model_config(case) == stored.replace(dtype=dtype, param_dtype=dtype) != stored
-
-
-def test_train_step_in_bfloat16_keeps_the_weights_as_they_are_stored():
-    case = ModelCase(kind="model_train", model="debug", sequence=16, dtype="bfloat16")
-    assert model_program.model_config(case).param_dtype == "float32"
+    step = ModelCase(kind="model_train", model="debug", sequence=16, dtype="bfloat16")
+    assert model_program.model_config(step).param_dtype == "float32"
 
 
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
@@ -91,50 +86,11 @@ def test_padding_is_not_counted():
     assert flops == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        (ModelConfig.from_preset("llama-3.1-8b"), 2 * 32 * 8 * 128),
-        (ModelConfig.from_preset("debug"), 2 * 2 * 2 * 32),
-    ],
-    ids=["llama-3.1-8b", "debug"],
-)
-def test_cache_bytes_per_token_are_keys_and_values_of_all_layers_and_not_of_all_heads(config, size):
-    assert model_program.cache_figures(config) == {"kv_bytes_per_token": size * 4}  # float32, as caches are on a CPU
-
-
-@pytest.mark.parametrize("fields", [{"batch": 1}, {"kind": "model_train"}], ids=str)
-def test_ragged_needs_several_prompts(fields):
-    with pytest.raises(InputError, match="ragged = true is about several prompts"):
-        ModelCase(**{"kind": "model_prefill", "batch": 2, "ragged": True} | fields)
-
-
-def test_a_peer_that_takes_one_length_refuses_ragged_prompts():
-    assert "transformers: ragged=True is outside" in " ".join(peers.refusals("transformers", PREFILL))
-    assert "ragged" not in " ".join(peers.refusals("transformers", dataclasses.replace(PREFILL, ragged=False)))
-
-
-SUITE = """
-[[case]]
-kind = "model_prefill"
-model = "debug"
-sequence = 40
-batch = 3
-ragged = true
-
-[[case]]
-kind = "model_decode"
-model = "debug"
-sequence = 40
-batch = 3
-new_tokens = 4
-ragged = true
-"""
-
-
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_records_and_shows_ttft_tpot_and_the_cache(tmp_path, new_run):
-    (tmp_path / "decoding.toml").write_text(SUITE)
+    prefill = 'kind = "model_prefill"\nmodel = "debug"\nsequence = 40\nbatch = 3\nragged = true\n'
+    decode = prefill.replace("prefill", "decode") + "new_tokens = 4\n"
+    (tmp_path / "decoding.toml").write_text(f"[[case]]\n{prefill}[[case]]\n{decode}")
     arguments = ["run", "--suite", tmp_path / "decoding.toml", "--backends", "standard", "--out", new_run]
     arguments += ["--profile", tmp_path / "traces"]
     assert code_of(*arguments) == 0

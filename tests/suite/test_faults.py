@@ -187,6 +187,8 @@ def test_the_other_cells_are_measured_all_the_same(run):
     if sys.platform == "linux":
         assert record.environment["pinned_threads"] == len(os.sched_getaffinity(0))
     assert record.compile_seconds > 0
+    assert "report.md" in run[1]
+    assert "Traceback" not in run[2]
 
 
 def test_backend_that_cannot_be_asked_is_refused_with_what_it_raised_and_stops_no_other(run, unaskable):
@@ -217,8 +219,3 @@ def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time
     assert record.accuracy["out"].passed
     assert (record.samples, record.compile_seconds, record.memory) == ((), None, {})
     assert record.reasons[0] == "elsewhere: elsewhere is for devices that are not here."
-
-
-def test_report_and_summary_are_written(run):
-    assert "report.md" in run[1]
-    assert "Traceback" not in run[2]

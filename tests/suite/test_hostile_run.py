@@ -28,14 +28,14 @@ ESCAPE = "\x1b[2J\x1b]0;gone\x07\u202e\x9b31m"
 def test_no_file_of_a_report_is_written_through_a_link(run, tmp_path):
     target = tmp_path / "target"
     target.write_text("mine")
-    main_ends(["report", str(run)])
+    assert code_of("report", run) == 0
     names = [path.name for path in run.iterdir() if path.name not in ("records.jsonl", "run.json", "lock")]
     assert {"report.md", "report.html", "records.csv", "report.json"} <= set(names)
     for name in names:
         for link in (name, f"{name}.partial"):
             (run / link).unlink(missing_ok=True)
             (run / link).symlink_to(target)
-    main_ends(["report", str(run)])
+    assert code_of("report", run) == 0
     assert target.read_text() == "mine"
     assert not (run / "report.md").is_symlink()
 
@@ -48,7 +48,7 @@ def test_a_run_is_not_resumed_through_a_link(run, tmp_path, capsys, name):
     target.write_text("not a record")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(target)
-    main_ends(["run", "--resume", "--out", str(run), "--cases", "decode*"], 2)
+    assert code_of("run", "--resume", "--out", run, "--cases", "decode*") == 2
     assert target.read_text() == "not a record"
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -65,15 +65,18 @@ def test_a_damaged_line_is_cut_off_only_when_the_run_is_known_to_be_the_same(run
 def test_what_controls_a_terminal_is_spelled(run, example_record, capsys):
     spoilt = dataclasses.replace(example_record, status="crashed", error=ESCAPE, notes=(ESCAPE,), reasons=(ESCAPE,))
     (run / "records.jsonl").write_text(json.dumps(dataclasses.asdict(spoilt)) + "\n")
-    main_ends(["report", str(run)])
-    main_ends(["compare", str(run), str(run)])
-    main_ends(["run", "--suite", ESCAPE], 2)
+    assert code_of("report", run) == 0
+    assert code_of("compare", run, run) == 0
+    assert code_of("run", "--suite", ESCAPE) == 2
     told = capsys.readouterr()
     pages = "".join(path.read_text() for path in run.iterdir() if path.name not in ("records.jsonl", "lock"))
     for text in (told.out, told.err, pages):
         assert not set(ESCAPE) & set(text) - set("[]2J0;gone31m")
     assert r"\x1b[2J" in told.err
     assert r"\x1b[2J" in pages
+
+
+MANIFEST = {"suite": "s", "target": "", "versions": {}, "source": "", "git_revision": None, "flags": {}}
 
 
 @pytest.mark.parametrize(
@@ -90,30 +93,18 @@ def test_what_controls_a_terminal_is_spelled(run, example_record, capsys):
 def test_a_record_that_no_version_wrote_gives_a_page_or_a_sentence(
     run, example_record, capsys, verb, changed, sentence
 ):
-    facts = {"gradients": True, "share": None}
-    record = (
-        dataclasses.asdict(example_record) | {"facts": facts if verb == "judge" else None, "status": "ok"} | changed
-    )
+    facts = {"gradients": True, "share": None} if verb == "judge" else None
+    record = dataclasses.asdict(example_record) | {"facts": facts} | changed
     (run / "records.jsonl").write_text(json.dumps(record) + "\n")
-    manifest = {
-        "verb": verb,
-        "suite": verb,
-        "target": "",
-        "versions": {},
-        "source": "",
-        "git_revision": None,
-        "flags": {},
-    }
-    (run / "run.json").write_text(json.dumps(manifest))
-    main_ends(["report", str(run)], 2 if sentence else 0)
+    (run / "run.json").write_text(json.dumps(MANIFEST | {"verb": verb}))
+    assert code_of("report", run) == (2 if sentence else 0)
     assert sentence in capsys.readouterr().err
 
 
 def test_a_manifest_whose_cases_have_no_names_is_refused_where_runs_are_put_together(run, tmp_path, capsys):
-    manifest = {"suite": "quick", "target": "", "versions": {}, "source": "", "git_revision": None, "flags": {}}
-    (run / "run.json").write_text(json.dumps({**manifest, "cases": [{}], "cells": 1}))
+    (run / "run.json").write_text(json.dumps(MANIFEST | {"cases": [{}], "cells": 1}))
     shutil.copytree(run, tmp_path / "other")
-    main_ends(["report", str(run), str(tmp_path / "other"), "--out", str(tmp_path / "whole")], 2)
+    assert code_of("report", run, tmp_path / "other", "--out", tmp_path / "whole") == 2
     assert "has a case without a name in run.json" in capsys.readouterr().err
 
 
@@ -147,7 +138,3 @@ def test_a_folder_that_another_process_removes_meanwhile_ends_no_command(monkeyp
     monkeypatch.setattr(psutil, "pid_exists", lambda _: left.rmdir())
     folders.sweep()
     assert not left.exists()
-
-
-def main_ends(arguments, code=0):
-    assert code_of(*arguments) == code

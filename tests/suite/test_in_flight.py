@@ -55,25 +55,22 @@ def test_sample_is_the_slope_on_inputs_of_its_own(monkeypatch):
     assert jnp.allclose(found.outputs, product(*arguments(3)), atol=1e-5)
 
 
-def test_disturbed_pair_of_lengths_is_measured_again(monkeypatch):
+@pytest.mark.parametrize(
+    ("ticks", "seconds"),
+    [
+        ([0, 0.1, 1, 5, 6, 7, 8, 8.5, 9, 12.5], (3.5 - 0.5) / 6),  # the first pair of lengths was disturbed
+        (range(100), 1.0),  # a call that is long enough
+    ],
+    ids=["disturbed", "long"],
+)
+def test_sample_is_taken_again_or_is_one_call(monkeypatch, ticks, seconds):
     timed, arguments = flight()
-    now = itertools.count()
-    monkeypatch.setattr(speed, "clock", lambda: [0, 0.1, 1, 5, 6, 7, 8, 8.5, 9, 12.5][next(now)])
-    assert timed.sample(arguments, choice=0).seconds == pytest.approx((3.5 - 0.5) / 6)
-
-
-def test_clock_that_more_calls_never_move_is_a_failure(monkeypatch):
-    timed, arguments = flight()
+    now = iter(ticks)
+    monkeypatch.setattr(speed, "clock", lambda: float(next(now)))
+    assert timed.sample(arguments, choice=0).seconds == pytest.approx(seconds)
     monkeypatch.setattr(speed, "clock", lambda: 1.0)
     with pytest.raises(CellFailure, match="6 more calls took no more time in 5 attempts"):
         timed.sample(arguments, choice=0)
-
-
-def test_call_that_is_long_enough_is_the_sample(monkeypatch):
-    timed, arguments = flight()
-    now = itertools.count()
-    monkeypatch.setattr(speed, "clock", lambda: float(next(now)))
-    assert timed.sample(arguments, choice=5).seconds == 1.0
 
 
 def test_inputs_are_new_in_each_call_where_memory_allows():

@@ -77,44 +77,21 @@ def test_small_run_ends_in_a_page_with_the_gate_and_the_speed(new_run, tmp_path,
     assert "recall" in capsys.readouterr().out
 
 
-class TestCalibrateAFunction:
-    """Of somebody's own model a function of a prompt that gives queries and keys of each layer."""
-
-    FILE = """
+MINE = """
 import jax
 
 def layers_of(prompt):
     for layer in range(4):
         draw = jax.random.normal(jax.random.key(layer), (2, 256, 2, 8))
         yield draw[0][prompt, :1], draw[1][prompt, :1]
-
-def nothing(prompt):
-    return None
-
-def not_a_number(prompt):
-    for query, key in layers_of(prompt):
-        yield query * float("nan"), key
 """
 
-    def test_writes_a_calibration_and_shows_a_schedule(self, tmp_path, capsys):
-        (tmp_path / "mine.py").write_text(self.FILE)
-        out = tmp_path / "c.safetensors"
-        source = f"{tmp_path}/mine.py:layers_of"
-        sizes = ("--prompts", 2, "--length", 256, "--anchors", 2)
-        assert code_of("calibrate", "--model", source, "--out", out, *sizes) == 0
-        assert "schedule dp, anchors 0, " in capsys.readouterr().out
-        assert load_calibration(out).num_layers == 4
 
-    @pytest.mark.parametrize(
-        ("name", "flags", "sentence"),
-        [
-            ("absent", [], "absent in"),
-            ("layers_of", ["--schedule", "greedy-loss"], "needs a model that can be run"),
-            ("nothing", [], "mine.py:nothing raised TypeError: 'NoneType' object is not iterable"),
-            ("not_a_number", [], "layer 0 gave numbers that are not finite"),
-        ],
-    )
-    def test_what_cannot_be_done_is_refused(self, tmp_path, refused, name, flags, sentence):
-        (tmp_path / "mine.py").write_text(self.FILE)
-        where = ["--model", f"{tmp_path}/mine.py:{name}", "--out", tmp_path / "c", "--prompts", 1, "--length", 256]
-        assert sentence in refused("calibrate", *where, *flags)
+def test_a_function_that_gives_queries_and_keys_of_each_layer_is_calibrated(tmp_path, capsys):
+    """Of somebody's own model."""
+    (tmp_path / "mine.py").write_text(MINE)
+    out = tmp_path / "c.safetensors"
+    sizes = ("--prompts", 2, "--length", 256, "--anchors", 2)
+    assert code_of("calibrate", "--model", f"{tmp_path}/mine.py:layers_of", "--out", out, *sizes) == 0
+    assert "schedule dp, anchors 0, " in capsys.readouterr().out
+    assert load_calibration(out).num_layers == 4

@@ -9,6 +9,8 @@ import pytest
 
 from attnsuite.backends import Target, make_spec, registry
 from attnsuite.suite.cell import Means
+from attnsuite.suite.compile.by_hand import BY_HAND, by_hand
+from attnsuite.suite.compile.programs import op_program as compiled_program
 from attnsuite.suite.kinds.attention_call import OpCase, op_program, spec_of
 from attnsuite.suite.measure import execution, lint
 from attnsuite.suite.measure.program import Program
@@ -101,3 +103,60 @@ def test_program_whose_second_run_differs_in_a_bit_is_found(repeats):
         return jax.pure_callback(last_bit, jax.ShapeDtypeStruct(query.shape, query.dtype), query)
 
     assert execution.execute(Program(function, (jnp.ones((2, 2)),)), MEANS)[2].repeats is repeats
+
+
+# The tax of the interface: the program of a backend against the library called by hand.
+
+CALL = OpCase(kind="op_forward", sequence=128)
+
+
+def operations(program):
+    return lint.operations(jax.jit(program.function).lower(*program.arguments).compile())
+
+
+def within(own, other):
+    """The bound: no conditional, at most one more fusion, at most 5% more bytes."""
+    return (
+        own.conditionals == 0 and own.fusions <= other.fusions + 1 and own.bytes_accessed <= 1.05 * other.bytes_accessed
+    )
+
+
+def test_standard_is_the_program_of_jax_nn():
+    target = Target.here()
+    own = operations(compiled_program(CALL, registry.get("standard"), target))
+    other = operations(by_hand(CALL, "standard", target))
+    assert within(own, other), f"{own} against {other}"
+
+
+@pytest.mark.parametrize("planted", ["copy", "conditional"])
+def test_what_is_planted_is_over_the_bound(planted):
+    target = Target.here()
+    library = by_hand(CALL, "standard", target)
+
+    def taxed(query, key, value):
+        if planted == "copy":
+            key = jax.lax.optimization_barrier(key[:, ::-1])[:, ::-1]
+            return library.function(query, key, value)
+        bad = ~jnp.isfinite(value).all()
+        return jax.lax.cond(bad, lambda: query, lambda: library.function(query, key, value))
+
+    assert not within(operations(Program(taxed, library.arguments)), operations(library))
+
+
+@pytest.mark.parametrize("backend", sorted(BY_HAND))
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_a_call_by_hand_takes_and_gives_the_arrays_of_the_backend(backend, kv_heads):
+    target = Target("tpu", "v5e") if "splash" in backend or "tpu" in backend else Target("cuda", "h100")
+    case = OpCase(kind="op_forward", sequence=1024, heads=8, kv_heads=kv_heads, head_dim=128, dtype="bfloat16")
+    own, other = compiled_program(case, registry.get(backend), target), by_hand(case, backend, target)
+    assert jax.eval_shape(other.function, *other.arguments) == jax.eval_shape(own.function, *own.arguments)
+
+
+def test_a_case_that_the_library_cannot_say_has_no_program_by_hand():
+    target = Target.here()
+    assert by_hand(OpCase(kind="op_forward", sequence=64, documents=2), "standard", target) is None
+    assert by_hand(OpCase(kind="op_forward", sequence=64, soft_cap=3.0), "standard", target) is None
+    assert by_hand(OpCase(kind="op_forward", sequence=64, mask="causal | prefix(8)"), "standard", target) is None
+    assert by_hand(OpCase(kind="op_forward", sequence=64), "chunked", target) is None
+    assert by_hand(OpCase(kind="op_forward", sequence=64), "pallas_flash", Target("cuda", "h100")) is None
+    assert set(BY_HAND) <= set(registry.names())

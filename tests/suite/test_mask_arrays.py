@@ -52,17 +52,23 @@ def test_a_step_of_decoding_is_a_length():
     assert mask_arrays.read(mask, spec_of(mask, queries=1)).text == "key_value_seq_lengths=[7, 7]"
 
 
-def test_array_of_another_batch_is_left_alone():
-    """That of a query [2, 3, T, N, H], say, whose batch is six."""
-    mask = np.broadcast_to(CAUSAL, (3, 1, T, T))
-    assert mask_arrays.read(mask, dataclasses.replace(spec_of(mask), batch=6)) is None
-
-
-@pytest.mark.parametrize("change", ["one pair", "one head"])
-def test_array_that_says_more_is_left_alone(change):
+def other_than_causal(*place):
     mask = np.broadcast_to(CAUSAL, (2, 2, T, T)).copy()
-    mask[(slice(None), slice(None), 7, 3) if change == "one pair" else (0, 1)] ^= True
-    assert mask_arrays.read(mask, spec_of(mask)) is None
+    mask[place] ^= True
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "batch"),
+    [
+        (other_than_causal(slice(None), slice(None), 7, 3), 2),
+        (other_than_causal(0, 1), 2),
+        (np.broadcast_to(CAUSAL, (3, 1, T, T)), 6),  # of a query [2, 3, T, N, H], say
+    ],
+    ids=["one pair", "one head", "another batch"],
+)
+def test_array_that_says_more_is_left_alone(mask, batch):
+    assert mask_arrays.read(mask, dataclasses.replace(spec_of(mask), batch=batch)) is None
 
 
 STEP = """

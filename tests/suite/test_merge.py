@@ -126,11 +126,6 @@ def test_what_is_no_shard_is_refused(words):
         parse_shard(words)
 
 
-def test_more_shards_than_cases_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"--shard 1/900 is of \d+ cases; use at most"):
-        new_request("quick", None, None, None, tmp_path, LIMITS, shard=Shard(1, 900))
-
-
 def test_report_puts_shards_together_in_a_directory_of_their_own(tmp_path, written, capsys):
     one, other = written("one", CASES[:1]), written("other", CASES[1:])
     assert code_of("report", one, other, "--out", tmp_path / "whole") == 0

@@ -75,11 +75,6 @@ def test_answer_of_a_compiler_is_not_that_for_a_directory_with_another_model(dir
     assert len(found) == 2
 
 
-def test_what_a_directory_lacks_is_said(tmp_path):
-    with pytest.raises(InputError, match=r"^case a: model '.*' cannot be loaded: .*config.json' cannot be read"):
-        config_of(str(tmp_path), "case a: model")
-
-
 def test_guides_of_kascade_run_on_the_named_model(tmp_path, directory):
     for model in ("text", directory):
         suite = model_suite.model_suite(model_suite.ModelSuiteFlags(model=model, suite="kascade-guide"))

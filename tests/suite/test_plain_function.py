@@ -96,13 +96,10 @@ def test_what_runs_and_cannot_be_compiled_is_not_taken():
     assert found.error.startswith("TracerBoolConversionError")
 
 
-def test_what_it_raises_is_told():
+def test_what_it_raises_or_an_output_that_is_not_finite_is_told():
     found = found_out(raising)
     assert found.features == {"bidirectional", "gradient"}
     assert str(found) == "It raised RuntimeError: no such device when called with 3 float32 arrays [1, 128, 4, 64]."
-
-
-def test_an_output_that_is_not_finite_is_told_and_no_shape_of_a_mask():
     found = found_out(lambda q, k, v: q * k * v * jnp.nan)
     assert str(found) == "Called with 3 float32 arrays [1, 128, 4, 64]: its output is not finite."
 

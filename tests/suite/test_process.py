@@ -1,4 +1,4 @@
-"""What a worker process is started with, and how its parent waits for it."""
+"""What a worker process is started with, how its parent waits for it, and where its threads run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from attnsuite.models import TextFile
 from attnsuite.suite.cell import Outcome
 from attnsuite.suite.errors import CellFailure
 from attnsuite.suite.grid import call, executors, work
@@ -26,6 +25,7 @@ from attnsuite.suite.grid.executors import _sample
 from attnsuite.suite.grid.process import Worker
 from attnsuite.suite.grid.running import Running, prepare
 from attnsuite.suite.kinds.attention_call import OpCase
+from attnsuite.suite.measure import placement
 from command import WorkerHere, cell_of, context_of
 from script import printed
 
@@ -232,13 +232,31 @@ def test_worker_calls_functions_of_this_package_alone(name):
         call.made({"function": name, "arguments": []})
 
 
-def test_call_brings_its_arguments_back_as_they_were(tmp_path):
-    case = OpCase(kind="op_forward", sequence=16, heads=1, kv_heads=1)
-    text = TextFile("some.txt")
-    function = call.made(json.loads(json.dumps(call.described(work.write_reference, (case, tmp_path, text, 3)))))
-    assert (function.func, function.args) == (work.write_reference, (case, tmp_path, text, 3))
+PINNED = """
+import json, os, pathlib
+import jax
+from attnsuite.suite.measure import placement
+
+before = placement.pin_pool()
+jax.devices()
+pinned = placement.pin_pool()
+tasks = pathlib.Path("/proc/self/task").iterdir()
+pool = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == "tf_XLAEigen"]
+print(json.dumps([before, pinned, sorted(map(list, map(os.sched_getaffinity, pool))), len(os.sched_getaffinity(0))]))
+"""
 
 
-def test_call_with_more_arguments_than_its_function_takes_is_refused():
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        call.made(call.described(work.pin_pool, (1,)))
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says where a thread may run")
+def test_each_thread_of_the_pool_has_a_processor_of_its_own():
+    """The name of the threads is XLA's own: this fails with a jaxlib that calls them otherwise."""
+    before, pinned, places, usable = json.loads(printed(PINNED))
+    processors = sorted(os.sched_getaffinity(0))
+    assert before is None  # JAX had made no pool
+    assert pinned == len(processors)
+    assert places == [[processor] for processor in processors]
+    assert usable == len(processors)  # the caller's own thread may run everywhere
+
+
+def test_a_system_without_such_a_call_is_left_as_it_is(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    assert placement.pin_pool() is None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from importlib import resources
 
 import pytest
 
-from attnsuite.models import load_shipped, save
 from attnsuite.suite.verbs import FORMER
 
 NINES = "9" * 5000
@@ -16,6 +17,46 @@ TEXT = ["--model", "text", "--seq-len", "128", "--sequences", "2", "--out", "out
 SPARSE = [*TEXT, "--backend", "kascade"]
 UNKNOWN = "model 'gigantic' is not known; use text,"
 NO_CHECKPOINT = "--model 'nowhere' is not known; use text, or a checkpoint's directory"
+
+# Files in a folder ``given``, which rows name.
+MINE = b"""
+import jax
+
+def layers_of(prompt):
+    for layer in range(4):
+        yield jax.numpy.ones((256, 1, 8)), jax.numpy.full((256, 1, 8), float("nan"))
+
+def nothing(prompt):
+    return None
+
+def bare():
+    return bare
+
+def failing():
+    return (lambda x: x.nowhere), (1.0,)
+
+seven = 7
+"""
+GIVEN = {
+    "mine.py": MINE,
+    "broken.py": b"import no_such_chip",
+    "locked.py": b"raise PermissionError('cache')",
+    "list.toml": b"case = 3",
+    "bytes.toml": b"name = '\xff'",
+    "gigantic.toml": b'[[case]]\nkind = "model_prefill"\nmodel = "gigantic"\n',
+    "windows.toml": b'[[case]]\nkind = "perplexity"\nmodel = "debug"\n',
+    "short.txt": b"too short " * 200,
+    "empty.txt": b"",
+    "blank.txt": b" \n\n",
+    "bytes.txt": b"\xff\xfe",
+    "lines.jsonl": b'{"id": "1", "body": "words"}\n',
+    "old/run.json": b'{"suite": "tiny"}',
+    "done/records.jsonl": b"",
+    "weightless/config.json": (resources.files("attnsuite.models") / "checkpoints/tiny-bytes/config.json").read_bytes(),
+}
+OF_A_FIELD = (["--text-field", "body"], "--text-field body is about a file of JSON lines")
+CALIBRATED = ["--out", "c", "--prompts", "1", "--length", "256"]
+LOOP = "loop: Too many levels of symbolic links; give another path."
 
 REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "run": [
@@ -28,6 +69,16 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--cases", "nothing-*"], "no case matches 'nothing-*'; the cases are"),
         (["--suite", "cpu-speed", "--cases", "fwd-s512-h8k8-d64-f32"], "nearest are forward-s512-h8k8-d64-f32, "),
         (["--text", "nowhere.txt"], "cannot be read"),
+        (["--text", "given/empty.txt"], "is empty"),
+        (["--text", "given/blank.txt"], "is empty"),
+        (["--text", "given/bytes.txt"], "not UTF-8"),
+        (["--text", "given/lines.jsonl"], "fields id, body; name the one"),
+        (["--text", "given/lines.jsonl", "--text-field", "text"], "no text in a field 'text'"),
+        OF_A_FIELD,
+        (["--suite", "given/list.toml"], "case = 3 must be a list"),
+        (["--suite", "given/bytes.toml"], "is not UTF-8 (byte 8); save it as UTF-8."),
+        (["--suite", "given/gigantic.toml", "--text", "given/short.txt", "--out", "out"], "model 'gigantic' is not"),
+        (["--suite", "given/windows.toml", "--text", "given/short.txt", "--out", "out"], "windows of 512 bytes"),
         (["--backends", "standard", "--backends=chunked"], "--backends is given twice; give it once, with commas"),
         (["--cell-timeout", "long"], "Error parsing --cell-timeout"),
         (["--cell-timeout", "0"], "above 0"),
@@ -39,6 +90,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--cell-memory", "much"], "not a size"),
         (["--cell-memory", "-1GiB"], "not a size"),
         (["--shard", "3/2"], "must be i/n with i from 1 to n"),
+        (["--shard", "1/900"], "cases; use at most"),
         (["--address", "a:1", "--nodes-with", "GPU"], "--address, --nodes-with is about a Ray cluster"),
         (["--executor", "ray", "--profile", "traces"], "--profile is for one machine"),
         (["--executor", "ray", "--nodes-with", ","], "--nodes-with is empty"),
@@ -51,7 +103,10 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--executor", "ray", "--packages", "jax==0.10.0,jax==0.10.1"], "each name once"),
         (["--executor", "ray", "--out", "run"], "needs the package ray: pip install '.[ray]'"),
         (["--resume"], "needs --out"),
-        (["--resume", "--out", "nowhere"], "nowhere"),
+        (["--resume", "--out", "nowhere"], "no run to resume"),
+        (["--resume", "--out", "given/old"], "another version"),
+        (["--suite", "device", "--resume", "--out", "out"], "holds no run of --suite device"),
+        (["--suite", "device", "--resume", "--out", "out", "--backends", "kvax"], "--backends cannot change"),
         (["--out", ""], "is given an empty value; give one, or leave it out."),
         (["--out="], "is given an empty value; give one, or leave it out."),
         (["--out=~/runs"], "--out=~/runs: the shell left ~ as it is; write $HOME/runs instead."),
@@ -63,11 +118,14 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--model", "nowhere"], NO_CHECKPOINT),
         (["--model", "tiny"], "use text, or a checkpoint's directory (a preset has no trained weights)."),
         (["--model", "."], "config.json' cannot be read"),
+        (["--model", "given/loop"], LOOP),
+        (["--model", "given/weightless", "--out", "out"], "holds neither model.safetensors"),
         (["--model", ".", "--suite", "quick"], "--model brings its own cases; leave out --suite"),
         (["--seq-len", "64"], "--seq-len is about a checkpoint; add --model"),
         (["--resume", "--out", "x", "--model", "."], "--model cannot change a run that was begun"),
         # of Kascade
         ([*KASCADE, "--top-k", "0"], "top_k = 0.0 must be a number above 0"),
+        ([*KASCADE, "--top-k", "12"], "12 tiles of 128 keys are top_k=0.375 of 4096 keys"),
         ([*KASCADE, "--tile-size", "0"], "tile_size = 0 must be an integer from 1"),
         ([*KASCADE, "--schedule", "best"], "must be one of dp, greedy, greedy-guide"),
         ([*KASCADE, "--schedule", "manual"], "needs anchors, such as 0,2"),
@@ -99,6 +157,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--backends", "fastest"], "backend 'fastest' is not registered"),
         (["--suite", "slow"], "not known"),
         (["--cases", "nothing-*"], "no case matches 'nothing-*'"),
+        (["--out", "given/done"], "already has records; choose another --out"),
         (["--suite", "quick", "--cases", "retrieval*"], "no case that can be compiled without data"),
         (["--model", "gigantic"], UNKNOWN + " debug, tiny"),
         (["--model", "."], "cannot be loaded"),
@@ -134,6 +193,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--model", "debug", "--save-every", "-1"], "--save-every -1 must be at least 0"),
         ([*TRAIN, "--learning-rate", "0"], "learning_rate=0.0 must be a finite number above 0"),
         ([*TRAIN, "--text", "/nothing"], "cannot be read"),
+        OF_A_FIELD,
         ([*TRAIN, "--length", "10000000"], "windows of 10000000 need at least as many"),
         ([*TRAIN, "--backend", "flash"], "flash"),
         ([*TRAIN, "--backend", "splash"], "interpret"),
@@ -154,6 +214,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--model", "."], "config.json' cannot be read"),
         (["--model", ".", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
         (["--model", ".", "--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--model", "text", *OF_A_FIELD[0]], OF_A_FIELD[1]),
         ([*SPARSE, "--options", "tile=16"], "kascade has no option 'tile'; its options are"),
         ([*SPARSE, "--options", "top_k=2"], "top_k=2 is not accepted"),
         ([*SPARSE, "--options", "top_k"], "--options 'top_k' must be NAME=VALUE"),
@@ -176,6 +237,11 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--model", "nowhere"], NO_CHECKPOINT),
         (["--model", "tiny"], "a preset has no trained weights"),
         (["--text", "nowhere.txt"], "cannot be read"),
+        OF_A_FIELD,
+        (["--model", "given/mine.py:absent", *CALIBRATED], "absent in"),
+        (["--model", "given/mine.py:layers_of", *CALIBRATED], "layer 0 gave numbers that are not finite"),
+        (["--model", "given/mine.py:layers_of", *CALIBRATED, "--schedule", "greedy-loss"], "a model that can be run"),
+        (["--model", "given/mine.py:nothing", *CALIBRATED], "TypeError: 'NoneType' object is not iterable"),
         (["--prompts", "0"], "--prompts 0 must be at least 1"),
         (["--prompts", "100000"], "fewer than the 100000 asked for"),
         (["--length", "1"], "--length 1 must be at least 2"),
@@ -194,6 +260,13 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--random-tokens", "--text", "t.txt"], "--random-tokens takes the place of --text"),
     ],
     "judge": [
+        (["nowhere.py:fn"], "nowhere.py does not exist; give PATH.py:NAME"),
+        (["nobody"], "backend 'nobody' is not registered"),
+        (["given/mine.py:no-name"], "names no function"),
+        (["given/mine.py:missing"], "missing in given/mine.py is no function"),
+        (["given/mine.py:seven"], "seven in given/mine.py is no function"),
+        (["given/broken.py:fn"], "broken.py does not load: ModuleNotFoundError: No module named 'no_such_chip'"),
+        (["given/locked.py:fn"], "PermissionError: cache (a function of yours runs confined"),
         (["--random", "-1"], "--random -1 must be 0 or more"),
         (["standard", "--require", "fast"], "--require fast is no verdict; they are deterministic, batch_invariant"),
         (["--cell-timeout", "inf"], "at most 31536000, a year"),
@@ -203,6 +276,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "convert": [
         (["--input", "/"], "--input / has no name that -converted could stand behind; give --output."),
         (["--input", "nowhere"], "cannot be read"),
+        (["--input", "given/loop"], LOOP),
         (["--input", "in", "--output", "in"], "already exists and is not empty"),
         (["--input", "in", "--preset", "gigantic"], "preset 'gigantic' is not known; use one of"),
         (["--input", "in", "--quantize", "int8"], "invalid choice 'int8'"),
@@ -216,6 +290,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "report": [
         ([""], "is given an empty value; give one, or leave it out."),
         (["."], "no records.jsonl"),
+        (["given/loop"], LOOP),
         (["run", "other", "./run"], "run other run names a run twice; give each once"),
     ],
     "compare": [
@@ -223,17 +298,22 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["run", "./run", "--fail-on", "wrong"], "run run names a run twice; give each once"),
         (["--trend", "run", "other", "./run"], "run other run names a run twice; give each once"),
     ],
+    "harvest": [
+        (["given/mine.py:bare"], "returned function, not (step, args)"),
+        (["given/mine.py:failing"], "the step of given/mine.py:failing raised AttributeError"),
+        (["given/mine.py:nothing"], "no function nothing that takes nothing"),
+        (["given/mine.py:absent"], "no function absent that takes nothing"),
+        (["given/mine.py"], "names no function"),
+        (["nowhere.py:fn"], "does not exist"),
+        (["given/mine.py:bare", "--out", "train.py"], "give a name that ends in .toml"),
+    ],
     "compare-runs": [([], "compare")],
     "walk": [([], "walk")],
     **{verb: [(["--out", "out"], f"{verb} is no longer a verb; use {FORMER[verb]}.")] for verb in FORMER},
 }
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    save(load_shipped(), tmp_path / "in")
-
-
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [([verb, *words], sentence) for verb, rows in REFUSED.items() for words, sentence in rows],
@@ -242,11 +322,15 @@ def checkpoint(tmp_path):
 def test_command_is_refused_with_a_sentence_and_writes_nothing(
     words, sentence, tmp_path, monkeypatch, refused, request
 ):
+    for name, content in GIVEN.items():
+        path = tmp_path / "given" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "given/loop").symlink_to(tmp_path / "given/loop")
     if "in" in words:
-        request.getfixturevalue("checkpoint")
+        shutil.copytree(request.getfixturevalue("shipped"), tmp_path / "in")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert sentence in refused(*words)
-    assert not [
-        path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock" and path.parent.name != "in"
-    ]
+    written = [path.relative_to(tmp_path).parts for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [parts for parts in written if parts[0] not in ("given", "in") and parts[-1] != "lock"]

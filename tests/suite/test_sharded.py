@@ -23,7 +23,6 @@ from attnsuite.suite.kinds.sharded_case import SHARDED, ShardedCase
 from attnsuite.suite.measure.memory import machine_bytes
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.suites import find_suite
-from command import code_of
 from landing import is_landing
 from script import run
 
@@ -233,44 +232,6 @@ def test_process_that_dies_is_told_with_its_last_words(monkeypatch):
     assert dead.status == "crashed"
     assert re.search(r"before it answered|died by SIG\w+", dead.error)
     assert re.search(r"it last wrote: .*--xla_no_such_flag", dead.error)
-
-
-TWO = """
-[[case]]
-kind = "sharded"
-mesh = "data 1"
-problem = "causal"
-backends = "kascade, standard"
-"""
-
-
-@pytest.mark.thorough
-def test_rows_are_kept_as_they_are_computed_and_resumed(tmp_path, monkeypatch, capsys):
-    """An interrupted command has each finished row once, and goes on with the others."""
-    suite = tmp_path / "two.toml"
-    suite.write_text(TWO)
-    whole, out = RunGrid.compute, tmp_path / "out"
-
-    def interrupted(grid, missing, *rest):
-        yield next(iter(whole(grid, missing[:1], *rest)))
-        raise KeyboardInterrupt
-
-    def command(*words):
-        return code_of("run", "--suite", suite, "--out", out, *words), "".join(capsys.readouterr())
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunGrid, "compute", interrupted)
-        code, said = command()
-    assert code == 130
-    assert f"what is done is kept; go on with: attnsuite run --resume --out {out}" in said
-    before = (out / RECORDS).read_bytes()
-    assert before.count(b"\n") == 1
-    code, said = command()
-    assert (code, "already has records; add --resume" in said) == (2, True)
-    code, said = command("--resume")
-    assert (code, f"report:  {out / 'report.md'}" in said) == (0, True)
-    assert (out / RECORDS).read_bytes().startswith(before)
-    assert [record.requested for record in parse_records(out / RECORDS)[0]] == ["kascade", "standard"]
 
 
 def test_published_rows_are_those_that_there_are():

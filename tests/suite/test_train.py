@@ -28,6 +28,7 @@ from declared import sized
 SELECT = {"top_k": 0.25, "min_keys": 0, "tile_size": 8, "query_tile": 8}
 SIZES = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "max_length": 64}
 WORDS = {"model": "nano", "steps": 4, "batch": 2, "length": 32, "save_every": 2, "learning_rate": 0.01}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax", "ignore::UserWarning:orbax")
 needs_orbax = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
@@ -49,7 +50,6 @@ class CutError(Exception):
 
 
 @needs_orbax
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     execute(TrainRequest(**WORDS), whole, say=silent)
@@ -79,7 +79,6 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
 
 
 @needs_orbax
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
 def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
     base, out = tmp_path / "base", tmp_path / "adapters"
     plain = {"steps": 2, "save_every": 0}
@@ -100,7 +99,6 @@ def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
 
 
 @needs_orbax
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
 def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
     path = tmp_path / "mine"  # without a suffix, as calibrate says it
     found = calibration.calibrate(model_of("nano", param_dtype="float32"), [np.arange(64)], SELECT)
@@ -148,7 +146,6 @@ def test_blank_lines_of_windows_end_paragraphs_too(tmp_path):
 
 
 @needs_orbax
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Orbax's own
 def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path):
     execute(TrainRequest(**WORDS | {"steps": 2}), tmp_path / "base", say=silent)
     request = TrainRequest(**WORDS | {"model": str(tmp_path / "base"), "steps": 2})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsuite.suite import compile_run, files
+from attnsuite.suite import compile_run, files, layerwise_perplexity
 from attnsuite.suite.compile.compilation import NO_COMPILER
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import execute
@@ -100,6 +100,7 @@ def test_long_work_finds_out_at_the_start_that_it_cannot_write(tmp_path, refused
         raise AssertionError("the work began")
 
     monkeypatch.setattr(execute, "References", begins)  # of every grid, before its first cell
+    monkeypatch.setattr(layerwise_perplexity, "streamed_nats", begins)
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.write_text("kept")
     folder.mkdir()
