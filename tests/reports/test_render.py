@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 import pytest
 
 from attnsuite import reports
-from attnsuite.suite.record import TensorError
 from attnsuite.suite.store import Manifest
 from command import code_of
 
