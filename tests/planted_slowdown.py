@@ -114,6 +114,7 @@ def measure(run: Path, path: Path, backend: str, seconds: float, steps: dict[str
     done = python(
         *("-m", "attnsuite", "run", "--suite", path.parent / "planted.toml", "--backends", "standard,planted"),
         *("--out", run, "--sample-seconds", seconds),
+        limit=None,
         first=path.resolve(),
         PLANTED_BACKEND=backend,
         PLANTED_STEPS=json.dumps(steps),

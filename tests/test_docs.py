@@ -52,7 +52,7 @@ def blocks_of(path):
 def run(pages, folder):
     """What went wrong in each page, by its name; an empty string where nothing did."""
     (folder / "pages.json").write_text(json.dumps(pages))
-    done = script.run(RUNNER, folder=folder, JAX_NUM_CPU_DEVICES="8", PYTHONWARNINGS="ignore")
+    done = script.run(RUNNER, folder=folder, limit=None, JAX_NUM_CPU_DEVICES="8", PYTHONWARNINGS="ignore")
     sys.stderr.write(done.stderr[-4000:])
     assert done.returncode == 0
     return json.loads(done.stdout.splitlines()[-1])
