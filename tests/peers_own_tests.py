@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # to see whether an error is raised here or inside JAX
+os.environ.setdefault("COLUMNS", "300")  # reasons are shown whole in a log too
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX's tests fail where there is one
 
 import jax
@@ -123,7 +124,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         settings = Path(directory, "pytest.ini")
         settings.write_text("[pytest]\naddopts =\n")
-        flags = ["-c", settings, "--import-mode=importlib", "--noconftest", "-q", "--tb=no", "-rxsfE"]
+        flags = ["-c", settings, "--rootdir=/", "--import-mode=importlib", "--noconftest", "-q", "--tb=line", "-rxsfE"]
         flags += ["--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:warnings"]
         only = "DotProductAttention or attention_test"
         return pytest.main([*map(str, flags), "-k", only, *map(str, files)], plugins=[Refusals()])

@@ -82,10 +82,11 @@ def test_everything_else_is_a_failure(tmp_path):
     assert done.returncode == 1
     failed = sorted(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
     expected = [
-        "ERROR .*nn_test.py - ModuleNotFoundError: No module named 'jax.nowhere'",
+        "ERROR .*nn_test.py",
         "FAILED .*::test_error_inside_jax_with_the_words_of_a_refusal - ValueError: dtype='float64'",
         "FAILED .*::test_refused_for_a_reason_that_is_not_listed - ValueError: query .* the same rank",
-        "FAILED .*::test_wrong_number - AssertionError|FAILED .*::test_wrong_number - assert",
+        "FAILED .*::test_wrong_number - AssertionError",
     ]
     for line, pattern in zip(failed, expected, strict=True):
         assert re.match(pattern, line)
+    assert "No module named 'jax.nowhere'" in done.stdout
