@@ -10,10 +10,11 @@ Prints a table in Markdown, in milliseconds: the slower of two.
 
 from __future__ import annotations
 
-import os
-import subprocess
+import itertools
 import sys
 import tempfile
+
+from script import printed
 
 KERNELS = ("forward", "backward", "decode")
 ONE = """
@@ -38,26 +39,20 @@ print(1e3 * (time.perf_counter() - begin), isa.name)
 
 def milliseconds(words: tuple[str, ...], cache: str) -> tuple[float, str]:
     """Of one process: how long it took to have the kernel, and the instruction set."""
-    environment = os.environ | {"XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", ONE, *words], env=environment, capture_output=True, text=True, check=True
-    )
-    time, isa = done.stdout.split()
+    time, isa = printed(ONE, *words, XDG_CACHE_HOME=cache).split()
     return float(time), isa
 
 
 def main() -> None:
     lines = []
-    for dtype in ("float32", "bfloat16"):
-        for head_dim in ("64", "128"):
-            for kind in KERNELS:
-                isa, pairs = "", []
-                for _ in range(2):
-                    with tempfile.TemporaryDirectory() as cache:
-                        (compiled, isa), (read, _) = (milliseconds((kind, dtype, head_dim), cache) for _ in range(2))
-                    pairs.append((compiled, read))
-                cells = " | ".join(f"{max(times):.0f}" for times in zip(*pairs, strict=True))
-                lines.append(f"| {kind}, {dtype}, D {head_dim}, {isa} | {cells} |")
+    for words in itertools.product(KERNELS, ("float32", "bfloat16"), ("64", "128")):
+        isa, pairs = "", []
+        for _ in range(2):
+            with tempfile.TemporaryDirectory() as cache:
+                (compiled, isa), (read, _) = (milliseconds(words, cache) for _ in range(2))
+            pairs.append((compiled, read))
+        cells = " | ".join(f"{max(times):.0f}" for times in zip(*pairs, strict=True))
+        lines.append(f"| {', '.join(words)}, {isa} | {cells} |")
     sys.stdout.write("\n".join(["| kernel | compiled | from the cache |", "|---|---|---|", *lines, ""]))
 
 

@@ -63,26 +63,18 @@ def _widened(checkpoint: Path, folder: Path) -> None:
 
 def _tokenizer() -> dict[str, Any]:
     """What tokenizer.json holds of byte pairs."""
+    library = importlib.import_module("tokenizers")
     letters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for the space and the new line
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": 98, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True}],
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "post_processor": {"type": "TemplateProcessing",
-                           "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
-                                      {"Sequence": {"id": "A", "type_id": 0}}],
-                           "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-                           "special_tokens": {"<s>": {"id": "<s>", "ids": [98], "tokens": ["<s>"]}}},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-                  "vocab": {token: at for at, token in enumerate([*letters, "th", "the"])},
-                  "merges": [["t", "h"], ["th", "e"]]},
-    }  # fmt: skip
+    vocabulary = {token: at for at, token in enumerate([*letters, "th", "the"])}
+    made = library.Tokenizer(library.models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
+    made.add_special_tokens(["<s>"])
+    made.normalizer = library.normalizers.NFC()
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A", pair="$A $B", special_tokens=[("<s>", 98)]
+    )
+    return json.loads(made.to_str())
 
 
 def _ranks(hand: Hand) -> str:
@@ -148,3 +140,6 @@ def _spoilt(hand: Hand, data: bytes) -> bytes:
     at = hand.one_of(range(len(data)))
     put = hand.draw(st.binary(min_size=1, max_size=4))
     return hand.one_of((data[:at], data[:at] + put + data[at + len(put) :], data[:at] + put + data[at:]))
+
+
+KINDS = (tokenizers, pth)

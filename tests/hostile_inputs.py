@@ -295,3 +295,6 @@ def calibrations(hand: Hand, folder: Path, valid: Valid) -> Commands:
         shutil.copyfile(valid.calibration, folder / "c.safetensors")
     flags = ["--backend", "kascade", "--seq-len", "32", "--out", str(folder / "out")]
     yield ["perplexity", "--model", "text", "--calibration", str(folder / "c.safetensors"), *flags]
+
+
+KINDS = (records, manifests, machines, suites, curves, trainings, policies, configurations, weights, calibrations)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import itertools
 from pathlib import Path
 
 from hypothesis import strategies as st
 
+from attnsuite.suite.verbs import VERBS
+from attnsuite.suite.verbs.flags import extended
 from hostile_inputs import CASES, Commands, Hand, Valid
 from hostile_values import WORDS, as_toml
 
@@ -26,45 +30,39 @@ KERNELS = NAMES | PATHS | st.sampled_from(["{folder}/my.py:fn", "{folder}/none.p
 SUITES = st.sampled_from(["quick", "kascade", "full", "compile", "{folder}/suite.toml", "none"]) | PATHS
 PACKAGES = NAMES | st.sampled_from(["jax==0.10.1", "jax==", "==1", "jax==0.1 --index-url x", "jax==1,jax==2"])
 CASE_NAMES = st.sampled_from(["*", "op-*", "forward*", "[", "nothing"]) | WORDS
-FLAGS: dict[str, dict[str, st.SearchStrategy[str]]] = {
-    "run": {"--suite": SUITES, "--model": MODELS, "--backends": NAMES, "--cases": CASE_NAMES, "--text": PATHS,
-            "--text-field": WORDS, "--nodes-with": NAMES, "--address": WORDS, "--packages": PACKAGES,
-            "--shard": WORDS | st.sampled_from(["1/2", "0/2", "3/2", "9/9", "1/", "1/1e9"]),
-            "--seq-len": SIZES, "--batch": SIZES, "--cell-timeout": SIZES, "--cell-memory": MEMORY,
-            "--tile-size": SIZES, "--top-k": SIZES, "--threshold": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
-            "--max-reuse-dist": SIZES, "--granularity": WORDS, "--kernel": WORDS, "--out": PATHS, "--steps": SIZES,
-            "--interpreted-steps": SIZES},
-    "calibrate": {"--model": MODELS, "--text": PATHS,
-                  "--text-field": WORDS, "--prompts": SIZES, "--length": SIZES, "--tile-size": SIZES,
-                  "--top-k": SIZES, "--min-keys": SIZES, "--schedule": SCHEDULES, "--anchors": ANCHORS,
-                  "--threshold": SIZES, "--max-reuse-dist": SIZES, "--out": PATHS},
-    "tune": {"--backends": NAMES, "--target": WORDS | st.sampled_from(["h100", "v5e:4x4", "here", "v5e:x"]),
-             "--cases": CASE_NAMES, "--options": OPTIONS, "--out": PATHS, "--cell-timeout": SIZES},
-    "compile": {"--backends": NAMES, "--suite": SUITES, "--cases": CASE_NAMES, "--model": MODELS, "--seq-lens": SIZES,
-                "--targets": WORDS | st.sampled_from(["v5e", "h100,v5e", "v5e:4x4", "v5e:0x0", "v5e:999x999", ","]),
-                "--phases": WORDS | st.sampled_from(["train", "prefill,decode"]), "--batch": SIZES,
-                "--longest": WORDS | st.sampled_from(["train"]), "--kernel": WORDS | st.sampled_from(["xla,pallas"]),
-                "--dtype": WORDS, "--cache": PATHS,
-                "--cell-timeout": SIZES, "--cell-memory": MEMORY, "--out": PATHS},
-    "convert": {"--input": MODELS, "--output": PATHS, "--preset": WORDS},
-    "train": {"--model": MODELS, "--text": PATHS,
-              "--text-field": WORDS, "--steps": SIZES, "--batch": SIZES, "--length": SIZES,
-              "--accumulate": SIZES, "--learning-rate": SIZES, "--weight-decay": SIZES, "--lora-rank": SIZES,
-              "--lora-alpha": SIZES, "--lora-targets": NAMES, "--backend": NAMES, "--save-every": SIZES,
-              "--seed": SIZES, "--out": PATHS},
-    "perplexity": {"--model": MODELS, "--text": PATHS,
-                   "--text-field": WORDS, "--seq-len": SIZES, "--sequences": SIZES, "--batch": SIZES,
-                   "--backend": NAMES, "--calibration": PATHS, "--schedule": SCHEDULES, "--anchors": ANCHORS,
-                   "--options": OPTIONS,
-                   "--threshold": SIZES, "--max-reuse-dist": SIZES, "--out": PATHS},
-    "judge": {"--cases": CASE_NAMES, "--random": SIZES, "--first": SIZES, "--seed": SIZES, "--cell-timeout": SIZES,
-              "--out": PATHS},
-    "harvest": {"--out": PATHS},
-    "report": {"--out": PATHS},
-    "choose": {"--check": PATHS, "--out": PATHS},
-    "compare": {"--fail-on": WORDS | st.sampled_from(["wrong,slower:10%", "slower:1e9%", "memory", ",", "failed,"]),
-                "--share": SIZES},
-}  # fmt: skip
+_VALUES = (
+    (SIZES, "seq-len seq-lens batch sequences prompts length steps accumulate learning-rate seed"),
+    (SIZES, "weight-decay lora-rank lora-alpha save-every cell-timeout tile-size top-k min-keys threshold share"),
+    (SIZES, "max-reuse-dist random first"),
+    (WORDS, "text-field address granularity dtype preset"),
+    (NAMES, "backends backend nodes-with lora-targets"),
+    (PATHS, "text out output cache calibration check"),
+    (MODELS, "model input"),
+    (SUITES, "suite"),
+    (PACKAGES, "packages"),
+    (CASE_NAMES, "cases"),
+    (MEMORY, "cell-memory"),
+    (SCHEDULES, "schedule"),
+    (ANCHORS, "anchors"),
+    (OPTIONS, "options"),
+    (WORDS | st.sampled_from(["1/2", "0/2", "3/2", "9/9", "1/", "1/1e9"]), "shard"),
+    (WORDS | st.sampled_from(["xla,pallas"]), "kernel"),
+    (WORDS | st.sampled_from(["h100", "v5e:4x4", "here", "v5e:x"]), "target"),
+    (WORDS | st.sampled_from(["v5e", "h100,v5e", "v5e:4x4", "v5e:0x0", "v5e:999x999", ","]), "targets"),
+    (WORDS | st.sampled_from(["train", "train,prefill", "prefill,decode"]), "phases longest"),
+    (WORDS | st.sampled_from(["wrong,slower:10%", "slower:1e9%", "memory", ",", "failed,"]), "fail-on"),
+)
+_OF_NAME = {f"--{name}": values for values, names in _VALUES for name in names.split()}
+
+
+def _flags(verb: str) -> dict[str, st.SearchStrategy[str]]:
+    """What the flags of a verb are drawn from."""
+    kind = getattr(importlib.import_module(f"attnsuite.suite.verbs.{verb}"), verb.capitalize())
+    names = (f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(extended(kind, verb)))
+    return {name: _OF_NAME[name] for name in names if name in _OF_NAME}
+
+
+FLAGS = {verb: _flags(verb) for verb in VERBS if verb != "doctor"}
 NEEDED = {"perplexity": {"--model": "text"}, "convert": {"--input": "debug", "--output": "{folder}/out"}}
 FAST = {"run": {"--suite": "{folder}/suite.toml"}}  # the control's: nothing else is drawn
 

@@ -46,21 +46,7 @@ SLOW_SECONDS = 5.0  # of CPU; nothing here needs one
 _MEMORY = 12 * 2**30  # bytes of data, beyond which an input fails with a MemoryError
 _Kind = Callable[[Hand, Path, Valid], Commands]
 
-KINDS: dict[str, _Kind] = {
-    "records": hostile_inputs.records,
-    "manifests": hostile_inputs.manifests,
-    "machines": hostile_inputs.machines,
-    "suites": hostile_inputs.suites,
-    "curves": hostile_inputs.curves,
-    "trainings": hostile_inputs.trainings,
-    "policies": hostile_inputs.policies,
-    "configurations": hostile_inputs.configurations,
-    "weights": hostile_inputs.weights,
-    "calibrations": hostile_inputs.calibrations,
-    "tokenizers": hostile_checkpoints.tokenizers,
-    "pth": hostile_checkpoints.pth,
-    "flags": flags,
-}
+KINDS: dict[str, _Kind] = {kind.__name__: kind for kind in (*hostile_inputs.KINDS, *hostile_checkpoints.KINDS, flags)}
 
 
 def missing(kind: str) -> list[str]:

@@ -12,11 +12,10 @@ Prints a table in Markdown, in milliseconds.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 from attnsuite.suite import statistics
+from script import printed
 
 ONE = """
 import json, sys, time
@@ -47,14 +46,7 @@ def main() -> None:
     for call in ("chunked forward", "flash_cpu forward", "flash_cpu decode"):
         for threads in ("free", "pinned"):
             for pause in ("0", "0.15"):
-                done = subprocess.run(
-                    [sys.executable, "-c", ONE, call, threads, pause],
-                    env=os.environ | {"JAX_PLATFORMS": "cpu"},
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                )
-                times = json.loads(done.stdout)
+                times = json.loads(printed(ONE, call, threads, pause))
                 cells = (statistics.median(times).value, times[len(times) // 10], times[-len(times) // 10])
                 lines.append(f"| {call} | {threads} | {pause} | {' | '.join(f'{cell:.1f}' for cell in cells)} |\n")
     head = "| call | threads | pause, s | median | 10% | 90% |\n|---|---|---|---|---|---|\n"

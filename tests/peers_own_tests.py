@@ -4,10 +4,10 @@
     git clone --depth 1 --branch v0.12.8 https://github.com/google/flax
     python tests/peers_own_tests.py --jax jax --flax flax --backend standard
 
-prints what became of each test, and exits with 1 if one failed. A test may be *refused*: it asks for what this package
-does not compute, gets a ValueError from it, and the refusal is one of :data:`REFUSED`, which says why. Everything else
-that is not a pass or the test's own skip is a failure. Nothing of their code is kept here. The branches are those of
-the versions that are installed.
+prints what pytest does, and exits with 1 if a test failed. A test is expected to fail (``xfailed``) where it asks for
+what this package does not compute, gets a ValueError from it, and that refusal is one of :data:`REFUSED`, which says
+why. Everything else that is not a pass or the test's own skip is a failure. Nothing of their code is kept here. The
+branches are those of the versions that are installed.
 
 In JAX's tests ``implementation=None`` is the reference, and stays JAX's own function.
 """
@@ -15,19 +15,18 @@ In JAX's tests ``implementation=None`` is the reference, and stays JAX's own fun
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import os
 import re
 import sys
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # to see whether an error is raised here or inside JAX
+os.environ.setdefault("COLUMNS", "300")  # reasons are shown whole in a log too
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX's tests fail where there is one
 
 import jax
@@ -48,43 +47,17 @@ REFUSED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one test: passed, skipped (by itself), refused or failed, and the reason."""
-
-    test: str
-    result: str
-    reason: str = ""
-
-
-class Watch:
-    """A pytest plugin that keeps the outcome of every test."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
+class Refusals:
+    """A pytest plugin: a failure is expected where this package raised it, in one of the known sentences."""
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
         report = yield
-        if call.excinfo is not None or report.when == "call":
-            result, reason = outcome_of(report.outcome, call.excinfo and call.excinfo.value)
-            self.outcomes.append(Outcome(f"{item.path.name}::{item.nodeid.partition('::')[2]}", result, reason))
+        refusal = raised_here(call.excinfo.value) if report.failed else None
+        reasons = [why for sentence, why in REFUSED.items() if refusal and re.search(sentence, str(refusal))]
+        if reasons:
+            report.outcome, report.wasxfail = "skipped", reasons[0]
         return report
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.outcomes.append(Outcome(report.nodeid or "a file", "failed", " ".join(str(report.longrepr).split())))
-
-
-def outcome_of(outcome: str, error: BaseException | None) -> tuple[str, str]:
-    """A failure is a refusal where this package raised what the test did not expect, in one of the known sentences."""
-    if outcome != "failed" or error is None:
-        return outcome, str(error or "").partition("\n")[0]
-    refusal = raised_here(error)
-    for sentence, why in REFUSED.items():
-        if refusal is not None and re.search(sentence, str(refusal)):
-            return "refused", why
-    return "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def raised_here(error: BaseException | None) -> BaseException | None:
@@ -134,53 +107,27 @@ def replace_default(function: Any, old: object, new: object) -> None:
     function.__kwdefaults__ = {name: new if value is old else value for name, value in keyword.items()} or None
 
 
-def run(files: list[Path], only: str) -> list[Outcome]:
-    """Run the tests of the files, without their projects' configuration."""
-    watch = Watch()
-    with tempfile.TemporaryDirectory() as directory:
-        settings = Path(directory, "pytest.ini")
-        settings.write_text("[pytest]\naddopts =\n")
-        arguments = ["-c", str(settings), "--import-mode=importlib", "--noconftest", "-q", "--no-header", "--tb=no"]
-        arguments += [
-            "--no-summary",
-            "--continue-on-collection-errors",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:warnings",
-            "-k",
-            only,
-        ]
-        sys.argv = sys.argv[:1]  # absl, which their tests start, reads flags there
-        pytest.main([*arguments, *map(str, files)], plugins=[watch])
-    return watch.outcomes
-
-
 def main() -> int:
-    """Run, print, and say by the exit status whether a test failed."""
+    """Run the files without their projects' configuration; the exit status of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jax", type=Path, help="a checkout of JAX")
     parser.add_argument("--flax", type=Path, help="a checkout of flax")
     parser.add_argument("--backend", default="auto", choices=("auto", *backends.names()), help="whose attention runs")
-    arguments = parser.parse_args()
-    named = [
-        (root, name) for root, names in ((arguments.jax, JAX_TESTS), (arguments.flax, FLAX_TESTS)) for name in names
-    ]
-    files = [root / name for root, name in named if root is not None]
+    asked = parser.parse_args()
+    named = ((asked.jax, JAX_TESTS), (asked.flax, FLAX_TESTS))
+    files = [(root / name).resolve() for root, names in named if root is not None for name in names]
     absent = [str(file) for file in files if not file.is_file()]
     if absent or not files:
         parser.error(f"no such file: {', '.join(absent)}" if absent else "give --jax, --flax or both")
-    put_in_place(arguments.backend)
-    outcomes = run([file.resolve() for file in files], "DotProductAttention or attention_test")
-    lines = [
-        f"{outcome.result:8} {outcome.test}{outcome.reason and f': {outcome.reason}'}"
-        for outcome in sorted(outcomes, key=lambda outcome: (outcome.result, outcome.test))
-    ]
-    counts = Counter(outcome.result for outcome in outcomes)
-    words = [f"{counts[result]} {result}" for result in ("passed", "refused", "skipped", "failed")]
-    lines.append(f"\nbackend {arguments.backend}, JAX {jax.__version__}: {', '.join(words)}")
-    print("\n", "\n".join(lines), sep="")  # noqa: T201 (this is a command)
-    return 0 if counts["passed"] and not counts["failed"] else 1
+    put_in_place(asked.backend)
+    sys.argv = sys.argv[:1]  # absl, which their tests start, reads flags there
+    with tempfile.TemporaryDirectory() as directory:
+        settings = Path(directory, "pytest.ini")
+        settings.write_text("[pytest]\naddopts =\n")
+        flags = ["-c", settings, "--rootdir=/", "--import-mode=importlib", "--noconftest", "-q", "--tb=line", "-rxsfE"]
+        flags += ["--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:warnings"]
+        only = "DotProductAttention or attention_test"
+        return pytest.main([*map(str, flags), "-k", only, *map(str, files)], plugins=[Refusals()])
 
 
 if __name__ == "__main__":

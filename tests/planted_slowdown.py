@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 from attnsuite import reports
 from attnsuite.suite import statistics
+from command import installed
+from script import python
 
 BACKEND = """
 import dataclasses, json, os
@@ -104,26 +104,21 @@ def say(line: str) -> None:
 
 def package(out: Path) -> Path:
     """A directory to import from, with the backend as an installed package; and the suite."""
-    info = out / "package" / "planted-1.0.dist-info"
-    info.mkdir(parents=True)
-    (out / "package" / "planted.py").write_text(BACKEND)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[attnsuite.backends]\nplanted = planted:Planted\n")
+    (out / "package").mkdir(parents=True)
     (out / "planted.toml").write_text(SUITE)
-    return out / "package"
+    return installed(out / "package", "[attnsuite.backends]\nplanted = planted:Planted\n", planted=BACKEND)
 
 
 def measure(run: Path, path: Path, backend: str, seconds: float, steps: dict[str, int]) -> Path:
     """One run of the suite, each cell sampled for so long, in which ``planted`` makes these further steps."""
-    entries = [str(path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "attnsuite", "run", "--suite", str(path.parent / "planted.toml")]
-    done = subprocess.run(
-        [*command, "--backends", "standard,planted", "--out", str(run), "--sample-seconds", str(seconds)],
-        env=os.environ | {
-            "PYTHONPATH": os.pathsep.join(entries), "PLANTED_BACKEND": backend, "PLANTED_STEPS": json.dumps(steps),
-        },
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python(
+        *("-m", "attnsuite", "run", "--suite", path.parent / "planted.toml", "--backends", "standard,planted"),
+        *("--out", run, "--sample-seconds", seconds),
+        limit=None,
+        first=path.resolve(),
+        PLANTED_BACKEND=backend,
+        PLANTED_STEPS=json.dumps(steps),
+    )
     if done.returncode != 0:
         raise SystemExit(f"attnsuite run ended with {done.returncode}: {done.stderr[-2000:]}")
     return run

@@ -11,14 +11,11 @@ import dataclasses
 import hashlib
 import json
 import math
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 import tyro
 from flax import nnx
 from jaxtyping import Float
@@ -32,6 +29,7 @@ from attnsuite.models.text import Bytes, Corpus, load_text, random_windows, wind
 from attnsuite.models.training import Batch, compiled_step, training_step
 from attnsuite.models.transformer import Transformer
 from attnsuite.models.weights import TEXT, load, save, trained
+from attnsuite.suite.measure.environment import versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +76,7 @@ def train(arguments: Train, corpora: list[Corpus]) -> tuple[Transformer, dict[st
     params = Transformer(config, rngs=nnx.Rngs(arguments.seed)).arrays()
     state = update.init(params)
     rng = np.random.default_rng(arguments.seed)
-    began, cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     losses: list[float] = []
     for count, batch, length in arguments.stages:
         resolutions = resolve_attention(
@@ -92,28 +90,17 @@ def train(arguments: Train, corpora: list[Corpus]) -> tuple[Transformer, dict[st
             if len(losses) % 100 == 0 or len(losses) == steps:
                 bits, seconds = np.mean(losses[-100:]) / math.log(2), time.perf_counter() - began
                 print(f"step {len(losses)}/{steps}: {bits:.3f} bits/byte, {seconds:.0f} s", flush=True)  # noqa: T201
-    record = {
-        "preset": arguments.preset,
-        "stages": arguments.stages,
+    record = dataclasses.asdict(arguments) | {
+        "out": str(arguments.out),
         "tokens": sum(math.prod(stage) for stage in arguments.stages),
-        "learning_rate": arguments.learning_rate,
-        "weight_decay": arguments.weight_decay,
-        "seed": arguments.seed,
-        "backend": arguments.backend,
-        "texts": [
+        "text": [
             {"name": c.name, "bytes": len(c.train), "sha256": hashlib.sha256(c.train.tobytes()).hexdigest()}
             for c in corpora
         ],
         "final_bits_per_byte": round(float(np.mean(losses[-100:])) / math.log(2), 4),
         "wall_seconds": round(time.perf_counter() - began),
-        "cpu_seconds": round(time.process_time() - cpu),
         "device": str(Target.here()),
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "optax": optax.__version__,
-            "numpy": np.__version__,
-        },
+        "versions": versions(),
     }
     return Transformer(config, params), record
 
@@ -135,27 +122,14 @@ def evaluate(
 
 
 def bits_per_byte(
-    model: Transformer, data: Bytes, *, length: int = 512, batch: int = 8, limit: int | None = None, **call: Any
+    model: Transformer, data: Bytes, *, length: int = 512, backend: str = "auto"
 ) -> Float[np.ndarray, " windows"]:
-    """Mean bits per byte of a byte-level model in each window of ``length``, at most ``limit`` of them.
-
-    The mean of the result is the figure to report; its parts serve paired comparisons. ``call`` goes to
-    the model (``backend=``, ``backend_options=``, ...).
-    """
-    rows = windows(data, length)[:limit]
-    call.setdefault("needs_grad", False)
-    bits = []
-    for at in range(0, len(rows), batch):
-        part = rows[at : at + batch]
-        padded = np.pad(part, ((0, batch - len(part)), (0, 0)))  # one shape, one compilation
-        nats = _window_nats(model(padded[:, :-1], **call), padded[:, 1:])
-        bits.append(np.asarray(nats)[: len(part)] / math.log(2))
-    return np.concatenate(bits)
-
-
-@jax.jit
-def _window_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return token_nats(logits, targets).mean(-1)
+    """Mean bits per byte of a byte-level model in each window of ``length``: their mean is the figure to report."""
+    nats = [
+        token_nats(model(row[None, :-1], backend=backend, needs_grad=False), row[None, 1:]).mean()
+        for row in windows(data, length)
+    ]
+    return np.array(nats) / math.log(2)
 
 
 def unigram_bits(fit: Bytes, data: Bytes) -> float:

@@ -8,9 +8,12 @@ from typing import Any
 
 
 def python(
-    *words: object, folder: Path | None = None, first: Path | None = None, **environment: str
+    *words: object, folder: Path | None = None, first: Path | None = None, limit: float | None = 550, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What Python wrote in ``folder``, and its exit code. It imports what this process does, and from ``first``."""
+    """What Python wrote in ``folder``, and its exit code. It imports what this process does, and from ``first``.
+
+    It may take ``limit`` seconds.
+    """
     path = os.pathsep.join(str(entry) for entry in (first, *sys.path) if entry)
     return subprocess.run(
         [sys.executable, *map(str, words)],
@@ -18,7 +21,7 @@ def python(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=limit,
         check=False,
     )
 

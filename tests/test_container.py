@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,11 +36,6 @@ def test_image_installs_what_doctor_says(image, lines):
     assert set(stages()[image]) == lines
 
 
-def test_every_extra_exists_and_the_command_is_the_suite_for_devices():
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    used = {extra for lines in stages().values() for line in lines for extra in re.findall(r"\.\[([\w-]+)\]", line)}
-    assert used
-    assert used <= set(extras)
-    words = shlex.split(re.search(r"^CMD \[(.*)\]$", text, re.MULTILINE)[1].replace(",", " "))
-    assert words[:3] == ["run", "--suite", "device"]
+def test_the_command_is_the_suite_for_devices():
+    words = re.search(r"^CMD \[(.*)\]$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert words.startswith('"run", "--suite", "device"')

@@ -1,13 +1,13 @@
 """Every Python block of the documentation runs, or says in its first line what it needs."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -26,7 +26,7 @@ told = {}
 def too_long(*_):
     raise TimeoutError("the blocks of this page take longer than ten minutes")
 signal.signal(signal.SIGALRM, too_long)
-for page, blocks in json.load(sys.stdin).items():
+for page, blocks in json.load(open("pages.json")).items():
     names = {"__name__": page}
     start = time.perf_counter()
     signal.alarm(600)  # a page has its own time: the others do not fail with a slow one
@@ -51,21 +51,8 @@ def blocks_of(path):
 
 def run(pages, folder):
     """What went wrong in each page, by its name; an empty string where nothing did."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "8",
-        "PYTHONWARNINGS": "ignore",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps(pages),
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (folder / "pages.json").write_text(json.dumps(pages))
+    done = script.run(RUNNER, folder=folder, limit=None, JAX_NUM_CPU_DEVICES="8", PYTHONWARNINGS="ignore")
     sys.stderr.write(done.stderr[-4000:])
     assert done.returncode == 0
     return json.loads(done.stdout.splitlines()[-1])
@@ -89,6 +76,11 @@ def test_blocks_of_a_page_run_or_say_what_they_need(page, outcome):
 
 def test_block_that_uses_a_name_nobody_defined_is_found(outcome):
     assert "NameError: name 'missing' is not defined" in outcome["a broken page"]
+
+
+def test_few_words_of_the_readme_stand_before_the_first_command():
+    before = (ROOT / "README.md").read_text(encoding="utf-8").partition("```sh")[0]
+    assert len(re.sub(r"<picture>.*?</picture>", "", before, flags=re.DOTALL).split()) <= 130
 
 
 def test_most_blocks_need_nothing():

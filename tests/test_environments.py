@@ -52,11 +52,8 @@ class Collected:
         self.items = list(session.items)
 
 
-ASKED_FOR = (
-    "ray",
-    "sandbox",
-    "serving",
-)  # clusters, traced commands and whole servings take time: `tox` alone leaves them out
+# Clusters, traced commands and whole servings take time: `tox` alone leaves them out.
+ASKED_FOR = ("ray", "sandbox", "serving")
 
 
 def selections():
@@ -123,12 +120,6 @@ def test_every_test_runs_in_the_environments_of_its_marks(items):
     assert not elsewhere(items)
 
 
-def test_test_that_the_environment_of_its_mark_does_not_collect_is_found(items, monkeypatch):
-    fallback = next(item for item in items if item.path.name == "test_fallback.py")
-    monkeypatch.setattr(fallback, "iter_markers", lambda *_: iter([pytest.mark.kvax.mark]))
-    assert elsewhere([fallback]) == [fallback.nodeid]
-
-
 def test_every_fault_of_the_table_names_tests_that_exist(items):
     names = [item.nodeid for item in items]
     gone = [
@@ -140,12 +131,13 @@ def test_every_fault_of_the_table_names_tests_that_exist(items):
     assert not gone
 
 
-def test_test_without_an_environment_is_found(items, monkeypatch):
+@pytest.mark.parametrize(("mark", "found"), [("kvax", elsewhere), ("compile", without_environment)])
+def test_test_that_no_environment_collects_is_found(items, monkeypatch, mark, found):
+    """No environment of these marks looks into the file's folder, and the others leave ``compile`` to its own."""
     fallback = next(item for item in items if item.path.name == "test_fallback.py")
-    assert not without_environment([fallback])
-    # The environment of this mark does not look into the file's folder, and the others leave the mark to it.
-    monkeypatch.setattr(fallback, "iter_markers", lambda *_: iter([pytest.mark.compile.mark]))
-    assert without_environment([fallback]) == [fallback.nodeid]
+    assert not found([fallback])
+    monkeypatch.setattr(fallback, "iter_markers", lambda *_: iter([getattr(pytest.mark, mark).mark]))
+    assert found([fallback]) == [fallback.nodeid]
 
 
 def test_every_command_of_an_environment_selects_tests_of_its_own(items):

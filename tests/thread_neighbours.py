@@ -5,12 +5,12 @@ divided between two devices by ``jax.shard_map``, with its inputs there already;
 ``dispatch`` is what JAX takes to start an addition on two devices. ``after torch`` is a call on one device right after
 a product of PyTorch's, whose threads wait for more.
 
-    python tests/thread_neighbours.py        # a minute; without PyTorch its column is empty
+    python tests/thread_neighbours.py        # a minute; needs PyTorch
 
 Prints a table in Markdown: milliseconds on one device, the others relative to it, and the dispatch in milliseconds.
 """
 
-import importlib.util
+import importlib
 import os
 import sys
 import time
@@ -60,21 +60,16 @@ def calls(length, queries, kv_heads, head_dim, dtype, gradient):
         return ready(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=heads, out_specs=heads, check_vma=False)), *shards)
 
     on_each = [jax.pmap(lambda x: x)(x.reshape(2, 1, *x.shape[1:])) for x in arrays]
-    found = {
-        "one device": ready(jax.jit(function), *arrays),
-        "shards": sharded(function),
-        "pmap": ready(jax.pmap(function), *on_each),
-        "dispatch": sharded(lambda q, _k, _v: q + 1),
-    }
-    if importlib.util.find_spec("torch"):
-        found["after torch"] = found["one device"]
-    return found
+    one = ready(jax.jit(function), *arrays)
+    dispatch = sharded(lambda q, _k, _v: q + 1)
+    return {"one device": one, "shards": sharded(function), "pmap": ready(jax.pmap(function), *on_each),
+            "after torch": one, "dispatch": dispatch}  # fmt: skip
 
 
 def medians(found):
     """Seconds of each."""
-    torch = importlib.import_module("torch") if "after torch" in found else None
-    square = torch and torch.ones(512, 512)
+    torch = importlib.import_module("torch")
+    square = torch.ones(512, 512)
     times = {name: [] for name in found}
     for call in found.values():
         call()
@@ -100,7 +95,7 @@ def main():
         found = medians(calls(*case))
         one = found["one device"]
         name = f"T {queries}, S {length}, 8/{kv_heads}, D {head_dim}, {dtype}{', gradient' * gradient}"
-        relative = " | ".join(f"{found[column] / one:.2f}" if column in found else "" for column in columns)
+        relative = " | ".join(f"{found[column] / one:.2f}" for column in columns)
         sys.stdout.write(f"| {name} | {1e3 * one:.2f} | {relative} | {1e3 * found['dispatch']:.2f} |\n")
 
 

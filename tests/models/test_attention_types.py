@@ -19,19 +19,9 @@ from landing import swept
 pytestmark = pytest.mark.splash
 
 LENGTH = 40
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "window_size": 7,
-    "chunk_size": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SIZES |= {"window_size": 7, "chunk_size": 16}
+SIZES |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 # Kascade that approximates nothing.
 KEEP_ALL = {"top_k": 1.0, "min_keys": 64, "granularity": "tile", "tile_size": 16, "query_tile": 16}
 TOLERANCE = 1e-5  # of the largest logit

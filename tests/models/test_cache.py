@@ -89,7 +89,8 @@ def test_a_bfloat16_model_decodes_from_a_float32_cache():
 
 def test_the_given_cache_is_donated():
     model = make("global")
-    cache = model.new_cache(1, 4)  # as in test_a_full_cache_refuses_one_more_token
+    cache = model.new_cache(1, 4)
+    assert cache.is_empty
     model.prefill(tokens_for(1, 4), cache, **CALL)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values))
     for call in (lambda: model.decode([1], cache), lambda: keep(cache, 1, [[0]])):
@@ -103,13 +104,6 @@ def test_what_is_no_cache_or_is_traced_is_refused_in_a_sentence():
         model.prefill(tokens, None)
     with pytest.raises(ValueError, match=r"an argument of jax.jit, .* call prefill and decode outside of jit"):
         jax.jit(lambda cache: model.prefill(tokens, cache)[0])(model.new_cache(1, 8))
-
-
-def test_cache_counts_its_bytes_and_keeps_heads_outside():
-    cache = KVCache.create(ModelConfig.from_preset("debug", num_heads=4, num_kv_heads=2), 3, 10, "bfloat16")
-    assert cache.keys[0].shape == (3, 2, 10, 16)
-    assert cache.nbytes == 2 * 2 * (3 * 2 * 10 * 16) * 2
-    assert cache.is_empty
 
 
 def test_a_latent_layer_keeps_its_latent_and_one_key_of_a_token_and_nothing_else():
@@ -167,6 +161,10 @@ def test_a_backend_that_takes_no_values_in_keys_gets_values():
             lambda m: m.prefill(tokens_for(1, 9), m.new_cache(1, 8)),
             "8 slots per sequence, 0 of them filled, and 9 more",
         ),
+        (
+            lambda m: m.decode([1], m.prefill(tokens_for(1, 4), m.new_cache(1, 4), **CALL)[1], **CALL),
+            "4 slots per sequence, 4 of them filled, and 1 more do not fit",
+        ),
         (lambda m: m.prefill(tokens_for(2, 4), m.new_cache(1, 8)), "tokens has 2 rows, but the cache was made for 1"),
         (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[5]), r"lengths=\[5\] must hold 1 integers"),
         (lambda m: m.prefill(tokens_for(1, 4), m.new_cache(1, 8), lengths=[0]), r"lengths=\[0\] must hold"),
@@ -184,13 +182,6 @@ def test_a_backend_that_takes_no_values_in_keys_gets_values():
 def test_what_does_not_fit_is_refused_with_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(make("global"))
-
-
-def test_a_full_cache_refuses_one_more_token():
-    model = make("global")
-    _, cache = model.prefill(tokens_for(1, 4), model.new_cache(1, 4), **CALL)
-    with pytest.raises(ValueError, match="4 slots per sequence, 4 of them filled, and 1 more do not fit"):
-        model.decode([1], cache, **CALL)
 
 
 def one_layer(kind):
@@ -242,23 +233,19 @@ def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype,
 
 
 @pytest.mark.serving
-def test_generation_takes_the_dtype_of_its_cache(monkeypatch):
-    model, made = one_layer("sliding"), []
-    create = Transformer.new_cache
+def test_generation_takes_the_dtype_and_the_pages_of_its_cache(monkeypatch):
+    model, made, create = make("mixed"), [], Transformer.new_cache
     monkeypatch.setattr(
         Transformer, "new_cache", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
     )
-    assert generate(model, tokens_for(2, 6), 3, cache_dtype="int8", **CALL).shape == (2, 3)
-    assert [cache.dtype for cache in made] == ["int8"]
-    with pytest.raises(ValueError, match="dtype='int4' is not supported"):
-        generate(model, [[1]], 2, cache_dtype="int4")
-
-
-PAGED = {
-    "sliding": {},
-    "latent": {"dtype": "int8"},
-    "mixed": {"num_pages": 7},
-}
+    plain, paged, _ = (
+        generate(model, tokens_for(2, 6), 9, lengths=[6, 3], **how, **CALL).tolist()
+        for how in ({}, {"page_size": 4}, {"cache_dtype": "int8"})
+    )
+    assert paged == plain
+    assert [(cache.dtype, cache.page_table is None) for cache in made] == [
+        ("float32", True), ("float32", False), ("int8", True),
+    ]  # fmt: skip
 
 
 def read_in_parts(model, **cache):
@@ -276,34 +263,18 @@ def read_in_parts(model, **cache):
 
 
 @pytest.mark.serving
-@pytest.mark.parametrize("name", PAGED)
-def test_a_paged_cache_gives_what_a_contiguous_one_gives(name):
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_pages"), [("sliding", None, None), ("latent", "int8", None), ("mixed", None, 7)]
+)
+def test_a_paged_cache_gives_what_a_contiguous_one_gives(name, dtype, num_pages):
     model = one_layer(name) if name != "mixed" else make(name)
-    dtype = PAGED[name].get("dtype")
     wanted, _ = read_in_parts(model, dtype=dtype)
-    found, cache = read_in_parts(model, page_size=4, **PAGED[name])
+    found, cache = read_in_parts(model, dtype=dtype, page_size=4, num_pages=num_pages)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
     assert cache.lengths.tolist() == [10, 8]
     used = cache.page_table[cache.page_table >= 0].tolist()
     assert len(set(used)) == len(used), "no page has two owners"
     assert sorted([*used, *cache.free_pages]) == list(range(cache.keys[0].shape[0]))
-
-
-@pytest.mark.serving
-def test_a_wrong_page_shows():
-    model = one_layer("sliding")
-    _, cache = model.prefill(tokens_for(2, 9), model.new_cache(2, 12, page_size=4), **CALL)
-    swapped = dataclasses.replace(cache, page_table=cache.page_table[::-1].copy())
-    right = model(np.concatenate([tokens_for(2, 9), [[1], [1]]], axis=1), **CALL)[:, -1]
-    wrong, _ = model.decode([1, 1], swapped, **CALL)
-    assert np.abs(wrong - right).max() > 1e-4
-
-
-@pytest.mark.serving
-def test_generation_over_pages_writes_the_same_tokens():
-    model, call = make("mixed"), {"lengths": [6, 3], **CALL}
-    paged = generate(model, tokens_for(2, 6), 9, page_size=4, **call)
-    assert paged.tolist() == generate(model, tokens_for(2, 6), 9, **call).tolist()
 
 
 def test_pages_are_taken_when_needed_refused_when_gone_and_free_after_a_release():

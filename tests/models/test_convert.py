@@ -1,6 +1,4 @@
-"""Converting and reading layer by layer: what is written is what was read, in a layer's memory."""
-
-import json
+"""Layer by layer: what is converted is what was read, losses are those of the whole model, in a layer's memory."""
 
 import jax
 import jax.numpy as jnp
@@ -8,47 +6,33 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
-from attnsuite.models import ModelConfig, Transformer, convert, load, load_layer, open_checkpoint, save
+from attnsuite.models import (
+    ModelConfig,
+    Transformer,
+    convert,
+    load,
+    load_layer,
+    open_checkpoint,
+    save,
+    streamed_nats,
+    write_random,
+)
+from attnsuite.models.loss import token_nats
+from attnsuite.models.parameters import count_parameters
 from attnsuite.models.shards import write_safetensors
 from command import code_of
+from landing import swept
 from script import printed
-
-CONFIGS = {
-    "tied": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
-    "untied": ModelConfig.from_preset("debug", tie_embeddings=False),
-    "qwen2": ModelConfig.from_preset("debug", qkv_bias=True, attention=("global", "sliding"), window_size=4),
-    "qwen3": ModelConfig.from_preset("debug", qk_norm=True, head_dim=24, num_kv_heads=1),
-    "layernorm": ModelConfig.from_preset("debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
-}
-TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
 
 
 def equal(first, second):
     return all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), first, second)))
 
 
-# glibc's malloc keeps what was freed under a threshold that rises to 32 MiB, a feed-forward tensor of ``two_depths``:
-# which of them it keeps changes from run to run, by up to 0.7 of a layer. A threshold that is set does not rise.
-GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     save(Transformer(ModelConfig.from_preset("debug", num_layers=3)), tmp_path / "in")
     return tmp_path / "in"
-
-
-@pytest.mark.parametrize(("name", "chunked"), [(name, name in ("untied", "qwen2", "layernorm")) for name in CONFIGS])
-def test_what_is_converted_is_the_same_model(name, chunked, tmp_path):
-    model = Transformer(CONFIGS[name])
-    save(model, tmp_path / "in")
-    assert convert(tmp_path / "in", tmp_path / "out", chunked=chunked) == model.config
-    again = load(tmp_path / "out")
-    assert again.config == model.config
-    assert equal(again.arrays(), model.arrays())
-    files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
-    layers = {f"layer-{i:05d}.safetensors" for i in range(model.config.num_layers)}
-    assert files == ({"outer.safetensors", *layers} if chunked else {"model.safetensors"})
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["one-file", "chunked"])
@@ -68,6 +52,8 @@ def test_a_layer_is_read_alone_as_it_stands_in_the_whole(chunked, checkpoint, tm
 
 def test_a_layer_is_read_from_its_own_file_only(checkpoint, tmp_path):
     convert(checkpoint, tmp_path / "out", chunked=True)
+    newest = max((tmp_path / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert newest.name == "config.json", "a conversion that was cut short is no checkpoint"
     opened = open_checkpoint(tmp_path / "out")
     (tmp_path / "out" / "layer-00002.safetensors").unlink()
     opened.layer(1)
@@ -136,36 +122,104 @@ def test_a_preset_is_written_with_random_weights(tmp_path, monkeypatch, capsys):
     assert set(layer["input_layernorm"].tolist()) == {1.0}
     assert layer["up_proj"].std() == pytest.approx(0.02, rel=0.05)
     assert len({tuple(row) for row in layer["up_proj"].tolist()}) == len(layer["up_proj"])
-    assert np.isfinite(model(TOKENS, backend="standard")).all()
+    assert np.isfinite(model([[1, 2, 3]], backend="standard")).all()
+
+
+CONFIGS = {
+    "llama": ModelConfig.from_preset("debug", num_kv_heads=1, num_layers=3),
+    "untied-mixed": ModelConfig.from_preset(
+        "debug", tie_embeddings=False, num_layers=4, attention=("global", "sliding") * 2, window_size=3, qkv_bias=True
+    ),
+    "latent": ModelConfig.from_preset(
+        "debug",
+        num_layers=4,
+        attention=("global", "latent") * 2,
+        kv_lora_rank=10,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=14,
+    ),
+    "layernorm": ModelConfig.from_preset("debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, max_length=64),
+}
+TOKENS = np.random.default_rng(0).integers(0, 256, (3, 17))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", swept(CONFIGS, ("untied-mixed",)))
+def test_streamed_layers_give_the_loss_of_the_whole_model(name, batch, tmp_path):
+    model = Transformer(CONFIGS[name])
+    save(model, tmp_path)
+    expected = token_nats(model(TOKENS[:, :-1], backend="standard"), jnp.asarray(TOKENS[:, 1:]))
+    got = streamed_nats(open_checkpoint(tmp_path), TOKENS, batch=batch, backend="standard")
+    assert got.shape == (3, 16)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+
+
+def test_keyword_beside_resolutions_that_a_call_does_not_have_is_refused(tmp_path):
+    model = Transformer(CONFIGS["layernorm"])
+    save(model, tmp_path)
+    found = tuple(model.resolutions(1, 16, needs_grad=False, backend="standard").items())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bakend'"):
+        streamed_nats(open_checkpoint(tmp_path), TOKENS, resolutions=found, bakend="chunked")
+    with pytest.raises(ValueError, match="resolutions and backend_options are both given"):
+        streamed_nats(open_checkpoint(tmp_path), TOKENS, resolutions=found, backend_options={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"tokens": TOKENS}, "length=16 is more than the 8 positions that this model has learned"),
+        ({"tokens": [1, 2]}, r"tokens is int64\[2\]; expected integers \[batch, length\], not empty"),
+        ({"tokens": [[1]]}, "expected integers"),
+        ({"tokens": [[1, 256]]}, "tokens reach from 1 to 256; this model has tokens 0 to 255"),
+        ({"tokens": [[1, 2]], "batch": 0}, "batch=0 must be an integer of at least 1"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(arguments, sentence, tmp_path):
+    save(Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8)), tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        streamed_nats(open_checkpoint(tmp_path), **arguments)
 
 
 GROWTH = """
-import sys
+import sys, numpy as np
 from attnsuite import models
 from attnsuite.suite.measure.memory import high_water, mark_baseline
 call, output, *sources = sys.argv[1:]
+tokens = np.random.default_rng(0).integers(0, 256, (1, 17))
 first = mark_baseline()
 for number, source in enumerate(sources):
     mark_baseline()
-    kept = models.load(source) if call == "load" else models.convert(source, output + str(number), dtype="float16")
+    match call:
+        case "load":
+            kept = models.load(source)
+        case "convert":
+            kept = models.convert(source, output + str(number), dtype="float16")
+        case "stream":
+            kept = models.streamed_nats(models.open_checkpoint(source), tokens, backend="standard")
     print(high_water(first))
     del kept
 """
+# Layers of half the width of Llama 3.2 1B, 28 MiB each in bfloat16, and a small vocabulary.
+SHAPE = ModelConfig.from_preset("llama-3.2-1b", vocab_size=512, hidden_size=1024, intermediate_size=4096)
+# glibc's malloc keeps what was freed under a threshold that rises to 32 MiB, a feed-forward tensor of these layers:
+# which of them it keeps changes from run to run, by up to 0.7 of a layer. A threshold that is set does not rise.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @pytest.mark.thorough
-def test_converting_takes_no_more_memory_for_more_layers_and_loading_does(two_depths, tmp_path):
-    sources, layer = two_depths
-    more = {}
-    for call in ("convert", "load"):
-        shallow, deep = map(int, printed(GROWTH, call, tmp_path / call, *sources, **GIVING_BACK).split())
-        more[call] = (deep - shallow) / layer
-    assert more["convert"] < 0.2, more
-    assert more["load"] > 2.8, more  # three layers more
-
-
-def test_config_json_is_written_last(checkpoint, tmp_path):
-    convert(checkpoint, tmp_path / "out", chunked=True)
-    newest = max((tmp_path / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert newest.name == "config.json"
-    assert json.loads(newest.read_text())["model_type"] == "llama"
+def test_converting_and_streaming_take_no_more_memory_for_more_layers_and_loading_does(tmp_path):
+    sources, (one, two) = (
+        [tmp_path / "2", tmp_path / "5"],
+        (count_parameters(SHAPE.replace(num_layers=n)) for n in (1, 2)),
+    )
+    for source in sources:
+        write_random(SHAPE.replace(num_layers=int(source.name)), source)
+    found, layer = {}, 2 * (two - one)
+    for call, how in (("convert", GIVING_BACK), ("load", GIVING_BACK), ("stream", {})):
+        shallow, deep = map(int, printed(GROWTH, call, tmp_path / call, *sources, **how).split())
+        found[call] = (shallow / layer, (deep - shallow) / layer)  # of three layers more
+    assert found["convert"][1] < 0.2, found
+    assert found["load"][1] > 2.8, found
+    assert found["stream"][0] > 1, found
+    assert found["stream"][1] < 1.5, found

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig, RopeScaling, Transformer
-from attnsuite.models.forward_pass import documents, forward
+from attnsuite.models.forward_pass import forward
 from attnsuite.models.planning import resolve_attention
+from attnsuite.models.rope import inverse_frequencies
 from landing import swept
 
 # One layer, where a variant does not say more: "mixed" and "all-types" have what several need.
@@ -78,30 +79,12 @@ def linear(scope, name, x, rows=slice(None)):
     return x @ scope[name][rows].T + (0 if bias is None else bias[rows])
 
 
-def frequencies_by_the_book(head_dim, theta, scaling):
-    """transformers' llama3 rule, one frequency at a time, rounded once."""
-    out = []
-    for i in range(0, head_dim, 2):
-        frequency = 1.0 / theta ** (i / head_dim)
-        if scaling is not None:
-            wavelength = 2 * math.pi / frequency
-            if wavelength > scaling.original_max_length / scaling.low_freq_factor:
-                frequency /= scaling.factor
-            elif wavelength >= scaling.original_max_length / scaling.high_freq_factor:
-                smooth = (scaling.original_max_length / wavelength - scaling.low_freq_factor) / (
-                    scaling.high_freq_factor - scaling.low_freq_factor
-                )
-                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-        out.append(frequency)
-    return np.array(out, np.float32).astype(np.float64)
-
-
 def turn(config, x):
     if not config.use_rope:
         return x
     half = x.shape[1] // 2
-    frequencies = frequencies_by_the_book(2 * half, config.rope_theta, config.rope_scaling)
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)
+    frequencies = inverse_frequencies(2 * half, config.rope_theta, config.rope_scaling)  # test_parity.py holds them
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies.astype(np.float64))
     return np.concatenate([turned.real, turned.imag], -1)
 
 
@@ -240,23 +223,6 @@ def test_packed_documents_give_what_each_gives_alone(name):
         start += len(alone)
     unpacked = model(packed, backend="standard")
     assert np.abs(unpacked - got)[:, 5:20].max() > 1e-2, "without segment ids documents must see each other"
-
-
-def test_an_id_that_returns_is_another_document():
-    runs, positions, lengths = documents(jnp.array([[1, 1, 0, 1, -1, -1, 1], [3, 3, 3, 3, 3, 3, 3]]))
-    assert runs.tolist() == [[0, 0, 1, 2, -1, -1, 4], [0] * 7]
-    assert positions.tolist() == [[0, 1, 0, 0, 0, 1, 0], list(range(7))]
-    assert lengths.tolist() == [[2, 2, 1, 1, 2, 2, 1], [7] * 7]
-
-
-def test_later_tokens_change_nothing_before_them():
-    model = make("mixed")
-    tokens = tokens_for(model, batch=1)
-    changed = tokens.copy()
-    changed[0, 11] = (changed[0, 11] + 1) % 97
-    before, after = model(tokens, backend="standard")[0], model(changed, backend="standard")[0]
-    assert np.array_equal(before[:11], after[:11])
-    assert not np.array_equal(before[11], after[11])
 
 
 def test_bfloat16_stays_near_float32_and_gives_float32_logits():

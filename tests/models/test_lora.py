@@ -124,6 +124,7 @@ def saved(trained, tmp_path):
         ({"r": 5}, "has shape .4, 48.; expected .5, 48."),
         ({"target_modules": ["q_proj"]}, "holds 'base_model.model.model.layers.0.mlp.down_proj"),
     ],
+    ids=str,
 )
 def test_adapters_that_are_something_else_are_refused(saved, change, expected):
     config = json.loads((saved / lora.CONFIG).read_text()) | change
@@ -132,49 +133,49 @@ def test_adapters_that_are_something_else_are_refused(saved, change, expected):
         lora.load(saved, CONFIG)
 
 
+B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda x: x.astype(jnp.int8), "is stored as I8; weights are read from F32, BF16, F16"),
-        (lambda x: x.at[0, 0].set(jnp.inf), "holds NaN or infinity"),
+        (
+            lambda x: {B: x.astype(jnp.int8)},
+            f"'{B}' in {lora.WEIGHTS} is stored as I8; weights are read from F32, BF16",
+        ),
+        (lambda x: {B: x.at[0, 0].set(jnp.inf)}, f"'{B}' in {lora.WEIGHTS} holds NaN or infinity"),
+        (lambda _: {}, f"lacks '{B}"),
     ],
-    ids=["int8", "infinity"],
+    ids=["int8", "infinity", "nothing"],
 )
 def test_adapters_that_are_no_weights_are_refused_by_name(saved, change, expected):
-    tensors, name = load_file(saved / lora.WEIGHTS), "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-    save_file(tensors | {name: change(jnp.asarray(tensors[name]))}, saved / lora.WEIGHTS)
-    with pytest.raises(CheckpointError, match=f"'{name}' in adapter_model.safetensors {expected}"):
-        lora.load(saved, CONFIG)
-
-
-def test_adapters_that_lack_a_tensor_or_cannot_be_read_are_refused(saved):
     tensors = load_file(saved / lora.WEIGHTS)
-    tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
-    save_file(tensors, saved / lora.WEIGHTS)
-    with pytest.raises(ValueError, match=r"lacks 'base_model.model.model.layers.0.self_attn.q_proj.lora_B"):
+    save_file(tensors | change(jnp.asarray(tensors.pop(B))), saved / lora.WEIGHTS)
+    with pytest.raises(CheckpointError, match=expected):
         lora.load(saved, CONFIG)
-    (saved / lora.WEIGHTS).write_bytes(b"pickle")
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+
+
+@pytest.mark.parametrize("file", [lora.WEIGHTS, lora.CONFIG])
+def test_adapters_that_cannot_be_read_are_refused(saved, file):
+    (saved / file).write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match=f"{file}.* (cannot be read|is not valid)"):
         lora.load(saved, CONFIG)
-    with pytest.raises(CheckpointError, match=r"adapter_config.json' cannot be read"):
-        lora.load(saved / "nowhere", CONFIG)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("call", "expected"),
     [
-        ({"targets": ()}, "must name one or more of q_proj"),
-        ({"targets": ("q_proj", "q_proj")}, "each once"),
+        (lambda: lora.LoraConfig(targets=()), "must name one or more of q_proj"),
+        (lambda: lora.LoraConfig(targets=("q_proj", "q_proj")), "each once"),
+        (
+            lambda: lora.initialise(CONFIG.replace(use_swiglu=False), ALL, jax.random.key(0)),
+            "'gate_proj', which this model lacks; it has q_proj",
+        ),
     ],
 )
-def test_impossible_settings_are_refused(words, expected):
+def test_impossible_settings_are_refused(call, expected):
     with pytest.raises(ValueError, match=expected):
-        lora.LoraConfig(**words)
-
-
-def test_a_projection_that_the_model_lacks_is_refused():
-    with pytest.raises(ValueError, match="'gate_proj', which this model lacks; it has q_proj"):
-        lora.initialise(CONFIG.replace(use_swiglu=False), ALL, jax.random.key(0))
+        call()
 
 
 @pytest.mark.parametrize("use", [lora.attach, lora.merge])

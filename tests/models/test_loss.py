@@ -23,20 +23,21 @@ def mean_over(pairs):
 EVERY = [(b, t) for b in range(2) for t in range(5)]
 
 
-def test_loss_is_the_mean_over_all_targets():
-    assert float(next_token_loss(LOGITS, TOKENS)) == pytest.approx(mean_over(EVERY), rel=1e-6)
-
-
-def test_masked_targets_do_not_count():
-    mask = jnp.array([[True] * 6, [True, True, False, False, False, False]])
-    pairs = [(b, t) for b, t in EVERY if b == 0 or t == 0]
-    assert float(next_token_loss(LOGITS, TOKENS, mask=mask)) == pytest.approx(mean_over(pairs), rel=1e-6)
-
-
-def test_borders_between_documents_and_padding_do_not_count():
-    segments = jnp.array([[0, 0, 0, 1, 1, 1], [5, 5, 5, 5, -1, -1]])
-    pairs = [(0, 0), (0, 1), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]
-    assert float(next_token_loss(LOGITS, TOKENS, segments)) == pytest.approx(mean_over(pairs), rel=1e-6)
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({}, EVERY),
+        ({"mask": np.stack([np.arange(6) < 6, np.arange(6) < 2])}, [(b, t) for b, t in EVERY if b == 0 or t == 0]),
+        (  # borders between documents, and padding
+            {"segment_ids": np.array([[0, 0, 0, 1, 1, 1], [5, 5, 5, 5, -1, -1]])},
+            [(0, 0), (0, 1), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)],
+        ),
+    ],
+    ids=["all", "masked", "packed"],
+)
+def test_loss_is_the_mean_over_the_targets_that_count(options, counted):
+    options = {name: jnp.asarray(x) for name, x in options.items()}
+    assert float(next_token_loss(LOGITS, TOKENS, **options)) == pytest.approx(mean_over(counted), rel=1e-6)
 
 
 def test_nothing_to_predict_is_zero_with_zero_gradients():

@@ -32,16 +32,8 @@ PARAMETERS = {  # from llama-2-7b on: the counts that their publishers give
     "qwen3-30b-a3b": 30_532_122_624,
 }
 _NAMES = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
     "tie_word_embeddings",
 )
 # The values of these keys in the files of the publishers, and what else decides the computation.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from attnsuite.models import Transformer, retrieval
+from attnsuite.models import retrieval
 from attnsuite.models.rope import inverse_frequencies
 
 CALL = {"backend": "standard"}
@@ -79,7 +79,3 @@ def test_samples_are_what_they_say():
 def test_what_cannot_be_built_is_refused(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
-
-
-def test_it_is_an_ordinary_model():
-    assert isinstance(retrieval.build(), Transformer)

@@ -73,15 +73,6 @@ def test_a_tree_in_one_call_is_the_same_as_each_of_its_paths_alone(name: str) ->
     assert after.lengths.tolist() == [8, 6]
 
 
-@pytest.mark.thorough
-def test_a_tree_with_another_parent_shows() -> None:
-    """The control of the test above."""
-    model, tree = make("rotated"), drawn(len(PARENTS))
-    logits, _ = model.prefill(tree, prompted(model), parents=(-1, 0, 0, 1, 1, -1, 5), **CALL)
-    alone, _ = model.prefill(tree[:, PATHS[1]], prompted(model), **CALL)
-    assert np.abs(logits[:, PATHS[1]] - alone).max() > 1e-3
-
-
 def test_a_node_sees_the_context_its_path_and_itself() -> None:
     seen = masks.Tree(PARENTS)(np.arange(7)[:, None], np.arange(-2, 7)[None])
     assert seen[:, :2].all()

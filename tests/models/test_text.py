@@ -1,15 +1,13 @@
 import json
-from hashlib import sha256
-from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsuite.models import TextFile, load_text
+from attnsuite.models import PRESETS, ModelConfig, TextFile, Transformer, load, load_text
 from attnsuite.models.text import random_windows, windows
-from pretrain import bigram_bits, unigram_bits
+from pretrain import Train, bigram_bits, evaluate, main, train, unigram_bits
 
 PROSE = load_text()
 
@@ -20,17 +18,6 @@ def test_prose_is_split_without_overlap():
     assert len(PROSE.train) > 200_000
     assert len(PROSE.held_out) > 20_000
     assert not held_out & train
-
-
-def test_topics_alone_would_leak_most_of_what_is_held_out():
-    """The negative control of the test above: why paragraphs are taken out, not only topics."""
-    rest = " ".join(" ".join(topics[n].split()) for n in topics if sha256(n.encode()).digest()[0] >= 32)
-    held_out = [" ".join(p.split()) for p in PROSE.held_out.tobytes().decode().split("\n\n") if p.strip()]
-    assert sum(len(p) for p in held_out if p in rest) > 0.5 * sum(map(len, held_out))
-
-
-def test_the_split_is_stable():
-    assert load_text().sha256 == PROSE.sha256
 
 
 def test_the_end_of_a_file_is_held_out(tmp_path):
@@ -124,3 +111,26 @@ def test_baselines_know_what_they_should():
     assert unigram_bits(alternating, alternating) == pytest.approx(1.0, abs=0.05)
     assert bigram_bits(alternating, alternating) < 0.01
     assert bigram_bits(PROSE.train, PROSE.held_out) < unigram_bits(PROSE.train, PROSE.held_out) - 0.5
+
+
+def test_training_learns_is_reproducible_and_saves_what_it_did(tmp_path, monkeypatch):
+    # One small layer: Muon takes long to compile.
+    monkeypatch.setitem(
+        PRESETS, "nano", PRESETS["debug"] | {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+    )
+    arguments = Train(out=tmp_path, preset="nano", stages=((20, 4, 64),))
+    first, record = train(arguments, [PROSE])
+    main(arguments)
+    again = load(tmp_path)
+    assert np.array_equal(first.arrays()["embed_tokens"], again.arrays()["embed_tokens"])
+    written = json.loads((tmp_path / "training.json").read_text())
+    assert written["tokens"] == record["tokens"] == 20 * 4 * 64
+    assert written["text"][0]["bytes"] == len(PROSE.train)
+    assert written["final_bits_per_byte"] < 7.5
+
+
+def test_evaluation_of_an_untrained_model_finds_nothing_learned():
+    data = PROSE.held_out[:2049]
+    figures = evaluate(Transformer(ModelConfig.from_preset("debug")), PROSE.train, data, length=256, backend="standard")
+    assert figures["model"] == pytest.approx(8.0, abs=0.3)
+    assert figures["bigram"] < figures["unigram"] < figures["model"]

@@ -126,11 +126,13 @@ def test_small_updates_of_bfloat16_training_are_kept_by_float32_parameters_only(
     assert bool((norms[0] == norms[1]).all()) == (kept == "bfloat16")
 
 
-def test_the_compiled_step_takes_its_state_and_leaves_the_batch(params):
-    resolutions = resolve_attention(CONFIG, batch=4, query_length=LENGTH, packed=True, backend="standard")
+@pytest.mark.parametrize("changes", [{}, {"use_rope": False, "use_rmsnorm": False, "use_swiglu": False}], ids=str)
+def test_the_compiled_step_learns_takes_its_state_and_leaves_the_batch(changes):
+    config = CONFIG.replace(**changes)
+    resolutions = resolve_attention(config, batch=4, query_length=LENGTH, packed=True, backend="standard")
     update = make_optimizer("adamw", steps=8, learning_rate=1e-2, weight_decay=0.1)
-    step = compiled_step(training_step(CONFIG, resolutions, update))
-    trained = jax.tree.map(jnp.copy, params)
+    step = compiled_step(training_step(config, resolutions, update))
+    trained = Transformer(config).arrays()
     first, state, losses = trained, update.init(trained), []
     for _ in range(8):
         trained, state, loss = step(trained, state, PACKED, None)

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -31,12 +30,6 @@ def test_parameters_are_nnx_params_and_gradients_reach_all_of_them():
     assert all(jnp.isfinite(x).all() and (x != 0).any() for x in leaves)
 
 
-def test_model_survives_split_and_merge():
-    graph, state = nnx.split(model())
-    merged = nnx.merge(graph, state)
-    assert np.array_equal(merged(TOKENS, backend="standard"), model()(TOKENS, backend="standard"))
-
-
 def test_same_seed_same_parameters_other_seed_others():
     config = model().config
     same, other = Transformer(config, rngs=nnx.Rngs(0)), Transformer(config, rngs=nnx.Rngs(1))
@@ -64,23 +57,24 @@ def test_decoding_traces_once():
     assert compiled_forward_cached._cache_size() == traced
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusing(Standard):
-    name: str = "refusing"
-
-    def refuses(self, spec, target, mode, options):
-        return ("refusing takes nothing; use another.",)
-
-
 @pytest.fixture
-def refusing(monkeypatch):
-    registry = backends.Registry()
-    registry.register(Refusing())
-    monkeypatch.setattr("attnsuite.backends.registry.DEFAULT", registry)
+def only(monkeypatch):
+    """Registers a backend, as the only one beside those of the package."""
+
+    def register(backend):
+        registry = backends.Registry()
+        registry.register(backend)
+        monkeypatch.setattr("attnsuite.backends.registry.DEFAULT", registry)
+
+    return register
 
 
-@pytest.mark.usefixtures("refusing")
-def test_a_refused_backend_is_reported_on_every_call_not_only_when_tracing():
+def test_a_refused_backend_is_reported_on_every_call_not_only_when_tracing(only):
+    class Refusing(Standard):
+        def refuses(self, spec, target, mode, options):
+            return ("refusing takes nothing; use another.",)
+
+    only(Refusing(name="refusing"))
     for _ in range(2):
         with pytest.warns(backends.BackendFallbackWarning, match="refusing takes nothing"):
             model()(TOKENS, backend="refusing")
@@ -97,35 +91,31 @@ def test_resolutions_say_what_would_run_per_attention_type():
     assert found["global"].backend.name == "standard"
 
 
-@dataclasses.dataclass(frozen=True)
-class Counting(Standard):
-    """Counts layers in its carry, and writes the count into its output."""
+def test_each_type_is_planned_once_and_threads_its_own_carry(only):
+    planned, seen = [], []
 
-    name: str = "counting"
+    class Counting(Standard):
+        """Counts layers in its carry."""
 
-    def plan(self, spec, layout, *, target, mode="native", options=None):
-        PLANNED.append(spec)
+        def plan(self, spec, layout, *, target, mode="native", options=None):
+            planned.append(spec.is_causal)
 
-        def attend(query, key, value, layer, carry):
-            count = carry if isinstance(carry, int) else 0
-            SEEN.append((layer, count))
-            return query * 0, count + 1
+            def attend(query, key, value, layer, carry):
+                count = carry if isinstance(carry, int) else 0
+                seen.append((layer, count))
+                return query * 0, count + 1
 
-        return backends.Plan(attend)
+            return backends.Plan(attend)
 
-
-PLANNED, SEEN = [], []
-
-
-def test_each_type_is_planned_once_and_threads_its_own_carry(monkeypatch):
-    registry = backends.Registry()
-    registry.register(Counting())
-    monkeypatch.setattr("attnsuite.backends.registry.DEFAULT", registry)
+    only(Counting(name="counting"))
     config = ModelConfig.from_preset("debug", num_layers=4, attention=("global", "full", "global", "full"))
-    PLANNED.clear(), SEEN.clear()
     Transformer(config)(TOKENS, backend="counting")
-    assert [spec.is_causal for spec in PLANNED] == [True, False]
-    assert SEEN == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert planned == [True, False]
+    assert seen == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def learned():
+    return Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8))
 
 
 @pytest.mark.parametrize(
@@ -150,25 +140,14 @@ def test_each_type_is_planned_once_and_threads_its_own_carry(monkeypatch):
         (lambda: model()(TOKENS, backend_options={"x": [1]}), r"backend_options\['x'\] is a list"),
         (lambda: model().with_config(hidden_size=32), r"has shape .*; expected"),
         (lambda: model().with_config(num_layers=3), "params is a tree"),
+        (lambda: model()([[0, 256]]), "tokens reach from 0 to 256; this model has tokens 0 to 255"),
+        (lambda: learned()(TOKENS), "length=12 is more than the 8 positions that this model has learned"),
+        (lambda: learned().new_cache(1, 9), "capacity=9 is more than the 8 positions"),
     ],
 )
 def test_wrong_calls_are_refused_with_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
-
-
-def test_more_tokens_than_learned_positions_are_refused():
-    model = Transformer(ModelConfig.from_preset("debug", use_rope=False, max_length=8))
-    with pytest.raises(ValueError, match="length=12 is more than the 8 positions that this model has learned"):
-        model(TOKENS)
-    with pytest.raises(ValueError, match="capacity=9 is more than the 8 positions"):
-        model.new_cache(1, 9)
-
-
-def test_token_outside_the_vocabulary_is_refused():
-    model = Transformer(ModelConfig.from_preset("debug"))
-    with pytest.raises(ValueError, match="tokens reach from 0 to 256; this model has tokens 0 to 255"):
-        model(np.array([[0, 256]]))
 
 
 def test_every_call_of_a_model_takes_a_policy():

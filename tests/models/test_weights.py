@@ -25,20 +25,30 @@ CONFIGS = {
     "untied": ModelConfig.from_preset("debug", tie_embeddings=False),
     "bfloat16": ModelConfig.from_preset("debug", dtype="bfloat16", param_dtype="bfloat16"),
     "latent": ModelConfig.from_preset("debug", attention=("latent", "global"), q_lora_rank=9, **LATENT),
+    "qwen2": ModelConfig.from_preset("debug", qkv_bias=True, attention=("global", "sliding"), window_size=4),
+    "qwen3": ModelConfig.from_preset("debug", qk_norm=True, head_dim=24, num_kv_heads=1),
     "no-llama": ModelConfig.from_preset(
         "debug", use_rope=False, use_rmsnorm=False, use_swiglu=False, attention="chunked", chunk_size=4
     ),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_saving_and_loading_gives_the_same_model(name, tmp_path):
+def equal(first, second):
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), first, second)))
+
+
+@pytest.mark.parametrize(("name", "chunked"), [(name, at % 2 == 1) for at, name in enumerate(CONFIGS)])
+def test_what_is_saved_or_converted_is_the_same_model(name, chunked, tmp_path):
     model = Transformer(CONFIGS[name])
-    save(model, tmp_path / "checkpoint")
-    loaded = load(tmp_path / "checkpoint")
-    assert loaded.config == model.config
-    same = jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), model.arrays(), loaded.arrays())
-    assert all(jax.tree.leaves(same))
+    save(model, tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out", chunked=chunked) == model.config
+    for directory in ("in", "out"):
+        loaded = load(tmp_path / directory)
+        assert loaded.config == model.config
+        assert equal(loaded.arrays(), model.arrays())
+    files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
+    layers = {f"layer-{i:05d}.safetensors" for i in range(model.config.num_layers)}
+    assert files == ({"outer.safetensors", *layers} if chunked else {"model.safetensors"})
 
 
 @pytest.fixture
@@ -71,17 +81,25 @@ def test_fields_can_be_overridden(checkpoint):
     assert model.arrays()["norm"].dtype == jnp.bfloat16
 
 
+def index(directory, said):
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps(said))
+
+
+def shard(directory, *parts):
+    """The tensors of these names in a file each; of a name in both the index says the second."""
+    tensors = load_file(directory / "model.safetensors")
+    for file, names in zip("ab", parts, strict=True):
+        save_file({name: tensors[name] for name in names}, directory / f"{file}.safetensors")
+    said = {name: f"{file}.safetensors" for file, names in zip("ab", parts, strict=True) for name in names}
+    index(directory, {"weight_map": said})
+
+
 def test_shards_are_read_through_their_index(checkpoint):
     whole = load(checkpoint).arrays()
-    tensors = load_file(checkpoint / "model.safetensors")
-    names = sorted(tensors)
-    mapping = {}
-    for number, part in enumerate((names[:5], names[5:])):
-        save_file({name: tensors[name] for name in part}, checkpoint / f"part-{number}.safetensors")
-        mapping |= dict.fromkeys(part, f"part-{number}.safetensors")
-    (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole, load(checkpoint).arrays())))
+    names = sorted(load_file(checkpoint / "model.safetensors"))
+    shard(checkpoint, names[:5], names[5:])
+    assert equal(whole, load(checkpoint).arrays())
 
 
 def test_a_tied_head_that_equals_the_embeddings_is_accepted_and_another_refused(checkpoint):
@@ -95,24 +113,6 @@ def test_a_tied_head_that_equals_the_embeddings_is_accepted_and_another_refused(
         load(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda tensors: tensors.pop(NORM), f"lacks '{NORM}', which"),
-        (
-            lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": jnp.ones(2)}),
-            "holds 'model.layers.7.mlp.up_proj.weight', which this configuration",
-        ),
-        (lambda tensors: tensors.update({NORM: jnp.ones(63)}), rf"'{NORM}' .* has shape \(63,\); expected \(64,\)"),
-    ],
-    ids=["missing", "unexpected", "of another shape"],
-)
-def test_a_tensor_that_does_not_fit_is_named(change, sentence, checkpoint):
-    rewrite(checkpoint, change)
-    with pytest.raises(ValueError, match=sentence):
-        load(checkpoint)
-
-
 def fuse(tensors):
     """Phi-3's matrices: those of queries, keys and values in one, and gate and up in one."""
     for i in range(2):
@@ -122,63 +122,59 @@ def fuse(tensors):
             tensors[f"model.layers.{i}.{fused}_proj.weight"] = jnp.concatenate(rows)
 
 
-FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+@pytest.mark.parametrize("fused", [False, True], ids=["Llama", "Phi-3"])
+def test_a_tensor_that_does_not_fit_is_named(fused, checkpoint):
+    whole, name, odd = load(checkpoint).arrays(), NORM, "model.layers.7.mlp.up_proj.weight"
+    if fused:
+        name, odd = (f"model.layers.1.self_attn.{part}_proj.weight" for part in ("qkv", "q"))
+        reconfigure(checkpoint, model_type="phi3", architectures=["Phi3ForCausalLM"])
+        rewrite(checkpoint, fuse)
+        assert equal(whole, load(checkpoint).arrays())
+    right = load_file(checkpoint / "model.safetensors")
+    for tensors, sentence in (
+        ({key: x for key, x in right.items() if key != name}, f"lacks '{name}', which"),
+        (right | {name: jnp.ones(63)}, rf"'{name}' .* has shape \(63,\); expected \("),
+        (right | {odd: jnp.ones((64, 64))}, f"holds '{odd}', which this configuration"),
+    ):
+        save_file(tensors, checkpoint / "model.safetensors")
+        with pytest.raises(ValueError, match=sentence):
+            load(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda tensors: tensors.pop(FUSED), f"lacks '{FUSED}', which"),
-        (lambda tensors: tensors.update({FUSED: jnp.ones((3, 64))}), rf"'{FUSED}' .* has shape \(3, 64\); expected"),
-        (
-            lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.weight": jnp.ones((64, 64))}),
-            "holds 'model.layers.1.self_attn.q_proj.weight', which this configuration",
-        ),
-    ],
-    ids=["missing", "of another shape", "not fused"],
-)
-def test_a_tensor_that_does_not_fit_a_fused_file_is_named(change, sentence, checkpoint):
-    whole = load(checkpoint).arrays()
-    reconfigure(checkpoint, model_type="phi3", architectures=["Phi3ForCausalLM"])
-    rewrite(checkpoint, fuse)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole, load(checkpoint).arrays())))
-    rewrite(checkpoint, change)
-    with pytest.raises(ValueError, match=sentence):
+BROKEN = {
+    "cut off": (
+        lambda at: (at / "model.safetensors").write_bytes((at / "model.safetensors").read_bytes()[:1000]),
+        "cannot be read as safetensors",
+    ),
+    "no weights": (
+        lambda at: (at / "model.safetensors").rename(at / "flax_model.msgpack"),
+        r"holds neither model.safetensors nor .* nor pytorch_model.bin nor",
+    ),
+    "shard elsewhere": (
+        lambda at: index(at, {"weight_map": {"a": "../a.safetensors"}}),
+        "shards lie beside it, without a path",
+    ),
+    "tensor in two shards": (
+        lambda at: shard(at, ["model.norm.weight", NORM], [NORM]),
+        r"'model.layers.1.* is in a.safetensors and in b.safetensors; expected once",
+    ),
+    **{
+        f"index {said}": (lambda at, said=said: index(at, said), r"model.safetensors.index.json")
+        for said in ([], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "b\0"}})
+    },
+    "fewer layers": (lambda at: reconfigure(at, num_hidden_layers=1), "has no place for"),
+    "half a table": (lambda at: (at / "config.json").write_text("{"), "is not valid JSON"),
+    "no table": (lambda at: (at / "config.json").write_text("[]"), "is not accepted: expected `object`, got `array`"),
+    "no configuration": (lambda at: (at / "config.json").unlink(), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_refused_with_a_sentence(case, checkpoint):
+    change, sentence = BROKEN[case]
+    change(checkpoint)
+    with pytest.raises(CheckpointError, match=sentence):
         load(checkpoint)
-
-
-def test_a_truncated_file_is_refused_with_a_sentence(checkpoint):
-    path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
-        load(checkpoint)
-
-
-def test_a_directory_without_weights_is_refused_with_the_files_that_are_read(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint / "flax_model.msgpack")
-    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor .* nor pytorch_model.bin nor"):
-        load(checkpoint)
-
-
-def test_an_index_cannot_point_outside_its_directory(checkpoint):
-    (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-    with pytest.raises(ValueError, match="shards lie beside it, without a path"):
-        load(checkpoint)
-
-
-def test_bad_configurations_are_refused_with_a_sentence(checkpoint):
-    reconfigure(checkpoint, num_hidden_layers=1)
-    with pytest.raises(ValueError, match="has no place for"):
-        load(checkpoint)
-    (checkpoint / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not valid JSON"):
-        load(checkpoint)
-    (checkpoint / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not accepted: expected `object`, got `array`"):
-        load(checkpoint)
-    with pytest.raises(ValueError, match="cannot be read"):
-        load(checkpoint / "nowhere")
 
 
 def redeclare(directory, name, code, size):
@@ -226,24 +222,3 @@ def test_a_weight_beyond_the_range_of_the_dtype_asked_for_is_refused(checkpoint)
     for call in (lambda at: load(at, param_dtype="float16"), lambda at: convert(at, at / "out", dtype="float16")):
         with pytest.raises(CheckpointError, match=rf"'{NORM}' .* values beyond the range of float16"):
             call(checkpoint)
-
-
-def test_a_tensor_in_two_shards_is_refused(checkpoint):
-    tensors = load_file(checkpoint / "model.safetensors")
-    for part in "ab":
-        save_file(tensors, checkpoint / f"{part}.safetensors")
-    (checkpoint / "model.safetensors").unlink()
-    mapping = {name: f"{part}.safetensors" for name, part in zip(tensors, "ab" * len(tensors), strict=False)}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))
-    with pytest.raises(CheckpointError, match=r"is in a.safetensors and in b.safetensors; expected once"):
-        load(checkpoint)
-
-
-@pytest.mark.parametrize(
-    "index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "b\\u0000"}}']
-)
-def test_an_index_of_another_form_is_refused(index, checkpoint):
-    (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json"):
-        load(checkpoint)
