@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 from attnsuite.backends import AttentionSpec, Plan, Takes, Target
-from attnsuite.backends.features import Mode
+from attnsuite.backends.features import FEATURES, Mode
 from attnsuite.backends.registry import BUILT_IN
 
 
@@ -58,3 +59,14 @@ class Declared:
         raise NotImplementedError
 
     __hash__ = object.__hash__
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Asked(Declared):
+    """A backend that declares everything, and answers with what the test gives it."""
+
+    allowed: Takes = Takes(features=frozenset(FEATURES))  # noqa: RUF009 (a frozen value)
+    answer: Callable[..., Any] = lambda *_: ()
+
+    def refuses(self, spec: AttentionSpec, target: Target, mode: Mode, options: Any) -> Any:
+        return self.answer(spec, target, mode, options)

@@ -1,7 +1,6 @@
 """Strict numerics, as equinox tests with: no silent promotion of a dtype or a rank in any backend."""
 
 import json
-from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from script import printed
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("markers", "foreign_numerics: runs code of JAX or flax that promotes dtypes or ranks")
     config.addinivalue_line(
         "markers", "wrong_types: hands over what an annotation excludes; deselected where annotations are checked"
@@ -17,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def strict_numerics(request: pytest.FixtureRequest) -> Iterator[None]:
+def strict_numerics(request):
     """Off for tests marked ``foreign_numerics``: flax and JAX's own attention promote."""
     if request.node.get_closest_marker("foreign_numerics"):
         yield
@@ -27,7 +26,7 @@ def strict_numerics(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def loaded_by() -> Callable[[str], tuple[bool, set[str]]]:
+def loaded_by():
     """Whether a fresh process that runs some code has initialised a device, and the packages that it has imported."""
     report = """
 import json, sys
@@ -35,7 +34,7 @@ from jax._src import xla_bridge
 print(json.dumps([xla_bridge.backends_are_initialized(), sorted({name.partition(".")[0] for name in sys.modules})]))
 """
 
-    def run(code: str) -> tuple[bool, set[str]]:
+    def run(code):
         initialised, packages = json.loads(printed(code + report))
         return initialised, set(packages)
 

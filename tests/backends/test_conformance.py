@@ -1,37 +1,27 @@
 """A conformance test that passes has claimed something: none returns early, each judges or is reported as skipped."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import left_out
-from attnsuite.backends import AttentionSpec, Target, registry, support
-from attnsuite.backends.features import Mode
-from attnsuite.testing import checks, orders, problems, random_specs
+from attnsuite.backends import Target, registry, support
+from attnsuite.testing import orders, problems, random_specs
 from attnsuite.testing.conformance import held
 from script import python
 
 pytestmark = pytest.mark.newest
 
 
-def test_a_pass_without_a_claim_fails() -> None:
+def test_a_pass_without_a_claim_fails():
     with pytest.raises(pytest.fail.Exception, match="passed without a claim"), held("test_random_problem"):
         pass
 
 
-def test_a_result_that_was_judged_is_a_claim() -> None:
-    problem = problems.problem("length-1")
-    with held("test_random_problem"):
-        checks.check_accuracy(problem.standard_run(*problem.inputs), problem)
-
-
 @pytest.mark.parametrize(("error", "passes"), [(1.274e-6, True), (1.6e-6, False)])
-def test_a_lucky_order_of_sums_in_standard_fails_nobody(error: float, passes: bool) -> None:
+def test_a_lucky_order_of_sums_in_standard_fails_nobody(error, passes):
     """chunked on an EPYC was off by 1.274e-6 where standard was off by 3.7e-7; 12 orders of the sum reach 4.2e-7."""
     problem = problems.problem("positions-query-ahead")
     standard = dataclasses.replace(problem.standard["output"], max_error=3.68e-7)
@@ -43,14 +33,14 @@ def test_a_lucky_order_of_sums_in_standard_fails_nobody(error: float, passes: bo
     assert orders.verdicts(lucky, {"output": output})["output"].passed == passes
 
 
-def test_problem_that_slow_backends_leave_out_has_no_feature_that_the_other_lacks() -> None:
-    def found(case: str) -> tuple[AttentionSpec, frozenset[str], frozenset[str]]:
+def test_problem_that_slow_backends_leave_out_has_no_feature_that_the_other_lacks():
+    def found(case):
         layout, terms, inputs = problems.arrays(problems.CASES[case], case)
         spec = problems.spec_of(problems.CASES[case], layout, terms, inputs)
         given = frozenset(name for name in layout.__dataclass_fields__ if getattr(layout, name) is not None)
         return spec, frozenset(spec.features()), given
 
-    slow: dict[str, Mode] = {"chunked": "native", "splash": "interpret"}
+    slow = {"chunked": "native", "splash": "interpret"}
     for case, other in left_out.HELD_BY.items():
         (spec, features, given), (other_spec, more, as_given) = found(case), found(other)
         assert (spec.dtype, given) == (other_spec.dtype, as_given & given), (case, other)
@@ -61,17 +51,12 @@ def test_problem_that_slow_backends_leave_out_has_no_feature_that_the_other_lack
     assert not set(left_out.HELD_BY.values()) & set(left_out.HELD_BY)
 
 
-def test_features_of_the_contract_are_all_drawn() -> None:
+def test_features_of_the_contract_are_all_drawn():
     backend, here = registry.get("standard"), Target.here()
     drawn = [random_specs.draw(number, 0, backend, here, "native") for number in range(60)]
     asked = set().union(*(each.spec.features() for each in drawn))
     # Slopes are not drawn: where all visible keys are equally far, their gradient is exactly zero, without a bound.
     assert asked == set(backend.takes(here, "native").features) - {"alibi"}
-
-
-def test_a_skip_is_a_skip() -> None:
-    with pytest.raises(pytest.skip.Exception), held("test_random_problem"):
-        pytest.skip("nothing to judge")
 
 
 VACUOUS = """
@@ -93,7 +78,7 @@ class TestVacuous(Conformance):
 
 
 @pytest.mark.thorough
-def test_every_conformance_test_of_a_backend_judges_or_is_reported_as_skipped(tmp_path: Path) -> None:
+def test_every_conformance_test_of_a_backend_judges_or_is_reported_as_skipped(tmp_path):
     """In a folder of somebody else's, with no plugin. Of a class with two tests that claim nothing these two fail."""
     (tmp_path / "test_vacuous.py").write_text(VACUOUS, encoding="utf-8")
     done = python("-m", "pytest", "-v", "-p", "no:cacheprovider", tmp_path, folder=tmp_path)

@@ -1,30 +1,22 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from attnsuite.backends import Target
-from attnsuite.backends.devices import GIB, KNOWN_KINDS, _short_kind, cpu_name, usable_cores
+from attnsuite.backends.devices import GIB, KNOWN_KINDS, _short_kind, cpu_name
 
 pytestmark = pytest.mark.newest
 
 
-def test_here_is_present_and_names_its_processor() -> None:
-    here = Target.here()
+def test_here_is_present_and_names_its_processor():
+    here, cpu = Target.here(), Target.named("cpu")
     assert here.present
     assert here.kind
     assert here.count >= 1
-
-
-def test_cpu_knows_its_memory() -> None:
-    cpu = Target.named("cpu")
     assert (cpu.platform, cpu.kind) == ("cpu", cpu_name())
     assert cpu.memory_bytes > GIB // 4
 
 
 @pytest.mark.parametrize("kind", KNOWN_KINDS)
-def test_named_target_is_complete_and_absent(kind: str) -> None:
+def test_named_target_is_complete_and_absent(kind):
     target = Target.named(kind)
     assert str(target) == f"{KNOWN_KINDS[kind].platform}:{kind}"
     assert target.memory_bytes == KNOWN_KINDS[kind].memory_bytes
@@ -32,16 +24,13 @@ def test_named_target_is_complete_and_absent(kind: str) -> None:
     assert not target.present
 
 
-def test_what_is_given_wins_over_the_table() -> None:
+def test_what_is_given_wins_over_the_table_and_an_unknown_kind_is_taken_as_it_is():
     assert Target("cuda", "h100", memory_bytes=94 * GIB).memory_bytes == 94 * GIB
+    unknown = Target("cuda", "RTX 9999")
+    assert (unknown.memory_bytes, unknown.compute_capability) == (None, None)
 
 
-def test_unknown_kind_is_taken_as_it_is() -> None:
-    target = Target("cuda", "RTX 9999")
-    assert (target.memory_bytes, target.compute_capability) == (None, None)
-
-
-def test_a_device_is_of_the_kind_whose_name_it_has() -> None:
+def test_a_device_is_of_the_kind_whose_name_it_has():
     for described, kind in (
         ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", "NVIDIA GH200 480GB"),
@@ -64,26 +53,18 @@ def test_a_device_is_of_the_kind_whose_name_it_has() -> None:
         ),
     ],
 )
-def test_what_is_no_target_is_refused_with_those_that_are(make: Callable[[], Target], words: str) -> None:
+def test_what_is_no_target_is_refused_with_those_that_are(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_slice_has_the_chips_of_its_sides_and_the_memory_of_one() -> None:
+def test_slice_has_the_chips_of_its_sides_and_the_memory_of_one():
     target = Target.named("v5p:2x2x4")
     assert (target.kind, target.count, target.memory_bytes) == ("v5p", 16, KNOWN_KINDS["v5p"].memory_bytes)
     assert (str(target), Target.named(target.name)) == ("tpu:v5p:2x2x4", target)
 
 
-def test_targets_hash_by_value() -> None:
-    assert len({Target("tpu", "v5e"), Target("tpu", "v5e"), Target("tpu", "v6e")}) == 2
-
-
-def test_naming_a_target_initialises_no_device_and_asking_for_the_present_one_does(loaded_by) -> None:
+def test_naming_a_target_initialises_no_device_and_asking_for_the_present_one_does(loaded_by):
     name = "from attnsuite.backends import Target\nTarget.named('cpu'), Target.named('v5e'), Target('cuda', 'h100')"
     assert loaded_by(name)[0] is False
     assert loaded_by("from attnsuite.backends import Target\nTarget.here()")[0] is True
-
-
-def test_at_least_one_core_is_usable() -> None:
-    assert usable_cores() >= 1

@@ -109,8 +109,6 @@ def test_what_a_function_returns_beside_the_contract_is_named_by_a_call(monkeypa
         attention(x, x, x, backend="mine", on_unavailable="raise")
 
 
-def test_what_cannot_be_a_backend_is_a_sentence():
+def test_what_is_no_function_is_a_sentence():
     with pytest.raises(TypeError, match="3 is not a function"):
         from_function(3)
-    with pytest.raises(ValueError, match=r"features \['causl'\] are not known"):
-        from_function(divide_by_zero, takes={"causl"})

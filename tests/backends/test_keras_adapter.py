@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import BackendFallbackWarning, BackendUnavailableError, LayerStack
+from attnsuite.backends import LayerStack
 from attnsuite.backends.adapters import keras as adapter
-from attnsuite.backends.kascade import manual
 from drawn import draw
 
 # Keras promotes dtypes and ranks.
@@ -77,18 +76,6 @@ def test_layer_gives_what_it_gives_without_and_its_gradient(layer):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
-def test_padding_mask_of_a_layer_is_refused_by_a_backend_without_masks_and_taken_by_chunked():
-    made, x = LAYERS["MultiHeadAttention"](), draw(2, 12, 32)
-    mask = jnp.arange(12)[None, None] < jnp.array([12, 7])[:, None, None]
-    theirs = made(x, x, attention_mask=mask)
-    with adapter.keras_attention("pallas_flash", on_unavailable="raise"), pytest.raises(BackendUnavailableError):
-        made(x, x, attention_mask=mask)
-    with adapter.keras_attention("pallas_flash"), pytest.warns(BackendFallbackWarning, match="mask"):
-        np.testing.assert_allclose(made(x, x, attention_mask=mask), theirs, atol=2e-6)
-    with adapter.keras_attention("chunked", on_unavailable="raise"):
-        np.testing.assert_allclose(made(x, x, attention_mask=mask), theirs, atol=2e-6)
-
-
 def test_half_precision_and_mixed_dtypes_come_out_as_from_keras():
     for key_dtype in (jnp.bfloat16, jnp.float32):
         arrays = QUERY.astype(jnp.bfloat16), KEY.astype(key_dtype), VALUE.astype(key_dtype)
@@ -104,26 +91,19 @@ def test_half_precision_and_mixed_dtypes_come_out_as_from_keras():
     [
         ({"flash_attention": True}, "asks for Keras's own kernel"),
         ({"mask": jnp.ones((12, 12), bool)}, r"mask has shape \(12, 12\); expected four axes"),
+        ({"attn_logits_soft_cap": 5.0}, r"attn_logits_soft_cap=5.0 is not taken"),
     ],
-    ids=["flash", "mask"],
+    ids=["flash", "mask", "soft cap"],
 )
 def test_what_means_something_else_is_refused(options, message):
+    """Through the function of Keras's backend: ``keras.ops`` refuses the cap itself where there is no TPU."""
     with adapter.keras_attention("standard"), pytest.raises(ValueError, match=message):
-        keras.ops.dot_product_attention(QUERY, KEY, VALUE, **options)
-
-
-def test_soft_cap_is_refused():
-    # keras.ops refuses the cap itself where there is no TPU.
-    with adapter.keras_attention("standard"), pytest.raises(ValueError, match=r"attn_logits_soft_cap=5.0 is not taken"):
-        adapter._module().dot_product_attention(QUERY, KEY, VALUE, attn_logits_soft_cap=5.0)
+        adapter._module().dot_product_attention(QUERY, KEY, VALUE, **options)
 
 
 def test_block_in_which_no_attention_runs_through_the_backend_is_an_error():
     made, x = LAYERS["MultiHeadAttention"](dropout=0.5), draw(2, 12, 32)
-    with (
-        pytest.raises(RuntimeError, match="no attention ran through chunked"),
-        adapter.keras_attention("chunked"),
-    ):
+    with pytest.raises(RuntimeError, match="no attention ran through chunked"), adapter.keras_attention("chunked"):
         made(x, x)
 
 
@@ -152,29 +132,11 @@ def test_example_of_the_page_runs():
     assert namespace["out"].shape == (2, 32, 64)
 
 
-def test_layers_of_a_stack_have_their_roles():
-    """An anchor's selection reaches the layer that reuses it; a shuffled order is an error."""
-    options = {"schedule": manual((0, 2), num_layers=4, kv_heads=2), "min_keys": 0, "top_k": 0.1}
-    options |= {"tile_size": 16, "query_tile": 16}
-    how = {"on_unavailable": "raise", "needs_grad": False, "backend_options": options}
-    layers = [keras.layers.MultiHeadAttention(num_heads=2, key_dim=8) for _ in range(4)]
-    x, stack = 3 * draw(1, 256, 16), LayerStack(4)
-
-    def model(x):
-        for layer in layers:
-            x = x + layer(x, x, use_causal_mask=True)
-        return x
-
-    with adapter.keras_attention("kascade", layer=stack, **how):
-        sparse = stack.run(model, x)
-    with adapter.keras_attention("kascade", **how | {"backend_options": options | {"schedule": None}}):
-        all_anchors = model(x)
-    with adapter.keras_attention("standard"):
-        dense = model(x)
-    assert jnp.abs(sparse - dense).max() > 0.01
-    assert jnp.abs(sparse - all_anchors).max() > 0.01
+def test_layers_of_a_stack_have_their_numbers():
+    """What a stack does with them: test_layer_stack.py."""
+    made, x, stack = LAYERS["MultiHeadAttention"](), draw(2, 12, 32), LayerStack(2)
     with (
-        adapter.keras_attention("kascade", layer=stack[1], **how),
+        adapter.keras_attention("standard", layer=stack[1]),
         pytest.raises(ValueError, match="layer 1 ran where layer 0 was expected"),
     ):
-        stack.run(model, x)
+        stack.run(lambda: made(x, x, use_causal_mask=True))

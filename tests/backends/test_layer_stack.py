@@ -79,7 +79,6 @@ def linen_scan(stack, attends):
 
 
 MODELS = {"nnx": nnx_list, "linen": linen_list, "nnx-scan": nnx_scan, "linen-scan": linen_scan}
-LISTS = [nnx_list, linen_list]
 
 
 def recorded(attend, seen):
@@ -99,62 +98,36 @@ def calls_of(name):
         attends = [recorded(attend_as(stack[i]), seen) for i in range(4)]
     else:
         attends = [recorded(attend_as(stack), seen)] * 4
-    jax.block_until_ready(model(stack, attends)(X))
+    jax.block_until_ready(jax.jit(model(stack, attends))(X))
     jax.effects_barrier()
     return seen
 
 
 @functools.cache
 def planned(name):
-    """Outputs and selections of the same calls by one plan, which hands the selection on by itself."""
-    calls = calls_of(name)
-    query, key, value, _ = (jnp.asarray(x) for x in calls[0])
-    how = {"is_causal": True, "needs_grad": False}
-    spec = backends.make_spec(query, key, value, backends.Layout(), backends.Terms(), scale=None, **how)
-    plan = backends.resolve("kascade", spec, on_unavailable="raise", options=OPTIONS).plan(backends.Layout(), OPTIONS)
-    carry, outs = (), []
-    for layer, (query, key, value, _) in enumerate(calls):
+    """Outputs of the same calls by one plan, which hands the selection on by itself."""
+    plan, carry, outs = plan_of(), (), []
+    for layer, (query, key, value, _) in enumerate(calls_of(name)):
         out, carry = plan.run(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), layer=layer, carry=carry)
-        outs.append((out, carry))
+        outs.append(out)
     return outs
+
+
+def plan_of(backend=None, **options):
+    query = X.reshape(1, LENGTH, HEADS, DIM)
+    spec = backends.make_spec(query, query, query, is_causal=True, needs_grad=False)
+    backend = backends.get("kascade") if backend is None else backend
+    return backends.plan(backend, spec, target=backends.Target.here(), options=OPTIONS | options)
 
 
 @pytest.mark.parametrize("name", swept(MODELS, ("nnx-scan", "linen")))
 def test_each_layer_computes_its_role_with_its_anchors_selection(name):
     calls = calls_of(name)
     assert len(calls) == 4
-    for layer, ((query, key, value, out), (expected, _)) in enumerate(zip(calls, planned(name), strict=True)):
+    for layer, ((query, key, value, out), expected) in enumerate(zip(calls, planned(name), strict=True)):
         np.testing.assert_allclose(out, expected, atol=1e-5)
         dense = backends.attention(query, key, value, is_causal=True, backend="standard")
         assert (np.abs(out - dense).max() > 0.05) == (layer > 0), "only the first layer of this schedule is dense"
-
-
-def test_a_key_outside_of_the_selection_changes_nothing_in_a_reusing_layer():
-    calls = calls_of("linen")
-    ((_, _), (_, selection), _, _) = planned("linen")
-    tile = 3
-    reads = (np.asarray(selection.selected) == tile).any((0, 1, 3))  # query tiles that selected it for some head
-    reads[: tile + 1] = True  # its own, and earlier ones, which see nothing of it
-    assert 0 < reads[tile + 1 :].sum() < LENGTH // TILE - tile - 1, "some later tiles select it and others do not"
-
-    query, key, value, out = (jnp.asarray(x) for x in calls[1])
-    hurt = slice(tile * TILE, (tile + 1) * TILE)
-    stack = backends.LayerStack(4)
-    _, carry = stack.step(attend_as(stack), *calls[0][:3], layer=0)
-    changed, _ = stack.step(
-        attend_as(stack), query, key.at[:, hurt].add(9.0), value.at[:, hurt].set(1e3), layer=1, carry=carry
-    )
-    differs = np.abs(np.asarray(changed - out)).reshape(LENGTH // TILE, -1).max(1) > 0
-    assert not differs[~reads].any()
-    assert differs[reads & (np.arange(LENGTH // TILE) >= tile)].all()
-
-
-@pytest.mark.parametrize("model", LISTS)
-def test_a_shuffled_order_is_an_error(model):
-    stack = backends.LayerStack(4)
-    attends = [attend_as(stack[i]) for i in (0, 2, 1, 3)]
-    with pytest.raises(ValueError, match="layer 2 ran where layer 1 was expected"):
-        model(stack, attends)(X)
 
 
 def test_the_selection_of_another_layer_is_not_the_same():
@@ -187,35 +160,63 @@ def numbered(transformed):
     return stack.run(model, X)
 
 
-def of_stack(model, layers, *, attends=4, number=None):
-    """A pass of a stack of so many layers; ``number``: every block has the number of this layer."""
+def of_stack(model, layers, *, order=None):
+    """A pass of a stack of so many layers, whose blocks have these numbers, or those of their turns."""
     stack = backends.LayerStack(layers)
-    return model(stack, [attend_as(stack if number is None else stack[number])] * attends)(X)
+    if order is None:
+        return model(stack, [attend_as(stack)] * 4)(X)
+    numbered = {i: attend_as(stack[i]) for i in order}
+    return model(stack, [numbered[i] for i in order])(X)
+
+
+def sharded():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+    return backends.Sharded(backends.get("kascade"), mesh, backends.MeshAxes(data="batch"))
+
+
+ONE = [X.reshape(1, LENGTH, HEADS, DIM)] * 3
+# As layer 0, which schedules make dense, it would measure dense attention.
+UNNUMBERED = {
+    "a call": lambda: backends.attention(*ONE, **HOW, backend="kascade"),
+    "a call with a fallback": lambda: backends.attention(
+        *ONE, **HOW | {"on_unavailable": "fallback"}, backend="kascade"
+    ),
+    "a function for flax": lambda: backends.attention_fn("kascade", **HOW)(*ONE),
+    "a plan": lambda: plan_of().run(*ONE),
+    "a plan that decided to run dense": lambda: plan_of(min_keys=10_000).run(*ONE),
+    "a sharded plan": lambda: plan_of(sharded()).run(*ONE),
+}
 
 
 ERRORS = {
-    "a layer outside of a pass": (
-        lambda: attend_as(backends.LayerStack(4)[0])(*[X.reshape(1, LENGTH, HEADS, DIM)] * 3),
-        "ran outside of its LayerStack",
+    "a layer outside of a pass": (lambda: attend_as(backends.LayerStack(4)[0])(*ONE), "ran outside of its LayerStack"),
+    "too few layers": (lambda: of_stack(nnx_list, 4, order=range(3)), "3 of the 4 layers of the stack ran"),
+    "too many layers": (lambda: of_stack(nnx_list, 4, order=[0, 1, 2, 3, 3]), "a layer ran behind layer 3"),
+    "a shuffled order": (lambda: of_stack(linen_list, 4, order=[0, 2, 1, 3]), "layer 2 ran where layer 1 was expected"),
+    **{
+        f"a schedule without a layer, {name}": (
+            call,
+            r"names no layer.*layer=i, carry=carry\).*stack = backends\.LayerStack\(num_layers\)",
+        )
+        for name, call in UNNUMBERED.items()
+    },
+    "a number without a stack": (
+        lambda: backends.attention(X, X, X, layer=0),
+        r"layer=0 is no layer of a LayerStack; make stack = .*layer=stack\[i\]",
     ),
-    "too few layers": (lambda: of_stack(nnx_list, 4, attends=3), "3 of the 4 layers of the stack ran"),
-    "too many layers": (lambda: of_stack(nnx_list, 4, attends=5), "a layer ran behind layer 3"),
     **{
         f"a schedule of another number of layers, {name}": (
             lambda model=model: of_stack(model, 6),
             r"LayerStack has 6 layers and the schedule 4|stacked holds \[4\]",
         )
-        for name, model in MODELS.items()
+        for name, model in (("list", nnx_list), ("scan", nnx_scan))
     },
     "jit within the pass": (lambda: numbered(jax.jit), "layer 0 runs inside of a transformation"),
     "checkpoint within the pass": (lambda: numbered(jax.checkpoint), "layer 0 runs inside of a transformation"),
     "no layers": (lambda: backends.LayerStack(0), "expected the number of layers"),
-    "a block without attention": (
-        lambda: backends.LayerStack(4).step(lambda x: x, X, layer=0),
-        "called no attention",
-    ),
+    "a block without attention": (lambda: backends.LayerStack(4).step(lambda x: x, X, layer=0), "called no attention"),
     "a numbered layer in a scan": (
-        lambda: of_stack(nnx_scan, 4, number=1),
+        lambda: of_stack(nnx_scan, 4, order=[1] * 4),
         "layer 1 ran where layer 0 was expected",
     ),
     "a scan over another number of layers": (
@@ -242,9 +243,3 @@ def test_a_copied_model_runs(copied):
     stack = backends.LayerStack(4)
     stack, attends = copied((stack, [attend_as(stack[i]) for i in range(4)]))
     assert nnx_list(stack, attends)(X).shape == X.shape
-
-
-@pytest.mark.wrong_types
-def test_a_number_without_a_stack_is_an_error():
-    with pytest.raises(ValueError, match=r"layer=0 is no layer of a LayerStack; make stack = .*layer=stack\[i\]"):
-        backends.attention(X, X, X, layer=0)

@@ -99,12 +99,16 @@ if importlib.util.find_spec("maxtext") is not None:
 
 each = pytest.mark.parametrize("base", OPS.values(), ids=OPS)
 
+# What a layer is made with, and what it means here.
 LAYERS = {
-    "global": {},
-    "full": {"attention_type": "full"},
-    "window": {"attention_type": "local_sliding", "sliding_window_size": 5},
-    "chunk": {"attention_type": "chunk", "chunk_attn_window_size": 4},
-    "soft cap": {"attn_logits_soft_cap": 2.0},
+    "global": ({}, {"is_causal": True}),
+    "full": ({"attention_type": "full"}, {}),
+    "window": (
+        {"attention_type": "local_sliding", "sliding_window_size": 5},
+        {"is_causal": True, "local_window_size": (4, 0)},
+    ),
+    "chunk": ({"attention_type": "chunk", "chunk_attn_window_size": 4}, {"is_causal": True, "chunk_size": 4}),
+    "soft cap": ({"attn_logits_soft_cap": 2.0}, {"is_causal": True, "logits_soft_cap": 2.0}),
 }
 LENGTH = 12
 
@@ -131,25 +135,11 @@ QUERY, KEY, VALUE = draw(2, LENGTH, 4, 8), draw(2, LENGTH, 2, 8, seed=1), draw(2
 SEGMENTS = jnp.array([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4])
 
 
-def expected(options, segments, of_keys=None):
-    """MaxText's mask and scores, as generate_attention_mask and apply_attention_dot have them, in NumPy."""
-    rows, columns = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None]
-    kind = options.get("attention_type", "global")
-    visible = np.ones((LENGTH, LENGTH), bool) if kind == "full" else columns <= rows
-    if kind == "local_sliding":
-        visible &= columns > rows - options["sliding_window_size"]
-    if kind == "chunk":
-        visible &= rows // options["chunk_attn_window_size"] == columns // options["chunk_attn_window_size"]
-    visible = np.broadcast_to(visible, (2, 1, LENGTH, LENGTH))
-    if segments is not None:
-        ids, other = np.asarray(segments), np.asarray(segments if of_keys is None else of_keys)
-        visible = visible & (ids[:, None, :, None] == other[:, None, None, :])
-    key, value = (np.repeat(np.asarray(x, np.float64), 2, axis=2) for x in (KEY, VALUE))
-    scores = np.einsum("btnd,bsnd->bnts", np.asarray(QUERY, np.float64), key)  # no scale: the query has it
-    if cap := options.get("attn_logits_soft_cap"):
-        scores = cap * np.tanh(scores / cap)
-    weights = np.exp(np.where(visible, scores, -np.inf))
-    return np.einsum("bnts,bsnd->btnd", weights / weights.sum(-1, keepdims=True), value)
+def expected(segments, of_keys=None, **asked):
+    """By the standard backend; MaxText's query brings the scale."""
+    of_keys = segments if of_keys is None else of_keys
+    ids = {} if segments is None else {"query_segment_ids": segments, "key_value_segment_ids": of_keys}
+    return backends.attention(QUERY, KEY, VALUE, scale=1.0, **{"is_causal": True} | asked, **ids, backend="standard")
 
 
 @each
@@ -158,19 +148,20 @@ def expected(options, segments, of_keys=None):
     swept(itertools.product(LAYERS, (True, False)), [("global", False), *((x, True) for x in LAYERS)]),
 )
 def test_op_gives_what_dot_product_gives(base, layer, is_packed):
-    segments = SEGMENTS if is_packed else None
-    ours = op(adapter.attention_op(base, "chunked", on_unavailable="raise"), **LAYERS[layer])
+    segments, (options, meaning) = SEGMENTS if is_packed else None, LAYERS[layer]
+    ours = op(adapter.attention_op(base, "chunked", on_unavailable="raise"), **options)
     call = QUERY, KEY, VALUE, segments, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), "train"
-    np.testing.assert_allclose(ours(*call), expected(LAYERS[layer], segments), atol=3e-6)
+    wanted = expected(segments, **{"is_causal": False} | meaning)
+    np.testing.assert_allclose(ours(*call), wanted, atol=3e-6)
     if base is not Recorded:
-        np.testing.assert_allclose(op(base, **LAYERS[layer])(*call), expected(LAYERS[layer], segments), atol=3e-6)
+        np.testing.assert_allclose(op(base, **options)(*call), wanted, atol=3e-6)
 
 
 @each
 def test_prefill_attends_to_the_cache_that_it_is_given(base):
     ours = op(adapter.attention_op(base, "standard"))
     out = ours(QUERY, KEY * 0, VALUE * 0, None, None, "prefill", ((KEY, VALUE, SEGMENTS), None))
-    np.testing.assert_allclose(out, expected({}, SEGMENTS), atol=3e-6)
+    np.testing.assert_allclose(out, expected(SEGMENTS), atol=3e-6)
 
 
 @each
@@ -178,7 +169,7 @@ def test_segments_of_keys_are_their_own(base):
     of_keys = SEGMENTS.at[:, 2:4].set(7)
     ours = op(adapter.attention_op(base, "standard"))
     out = ours(QUERY, KEY, VALUE, SEGMENTS, None, "train", decoder_segment_ids_kv=of_keys)
-    np.testing.assert_allclose(out, expected({}, SEGMENTS, of_keys), atol=3e-6)
+    np.testing.assert_allclose(out, expected(SEGMENTS, of_keys), atol=3e-6)
 
 
 REFUSED = {
@@ -212,7 +203,7 @@ def test_sharded_backend_takes_a_mesh_of_several_devices(monkeypatch):
     backends.register(sharded)
     layer = op(adapter.attention_op(Recorded, sharded.name, on_unavailable="raise"))
     layer.mesh = SimpleNamespace(size=4)
-    np.testing.assert_allclose(layer(QUERY, KEY, VALUE, SEGMENTS, None, "train"), expected({}, SEGMENTS), atol=3e-6)
+    np.testing.assert_allclose(layer(QUERY, KEY, VALUE, SEGMENTS, None, "train"), expected(SEGMENTS), atol=3e-6)
 
 
 def test_method_with_a_parameter_of_a_later_version_is_refused_before_any_layer_is_made():
@@ -247,32 +238,12 @@ KASCADE = {"on_unavailable": "raise", "needs_grad": False, "backend_options": SC
 
 
 @each
-def test_schedule_of_kascade_without_a_layer_is_refused(base):
-    """As layer 0, which the schedule makes dense, every layer of the model would have been dense."""
-    made = adapter.attention_op(base, "kascade", **KASCADE)
-    call = QUERY, KEY, VALUE, None, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), "train"
-    with pytest.raises(ValueError, match="names no layer"):
-        op(made)(*call)
-
-
-@each
-def test_layers_of_a_stack_have_their_roles(base):
-    """The same calls by one plan, which hands the selection on by itself, give the same; dense attention does not."""
-    stack = backends.LayerStack(4)
-    ops = [op(adapter.attention_op(base, "kascade", layer=stack, **KASCADE)) for _ in range(4)]
-    calls = [tuple(draw(1, 256, heads, 8, seed=3 * i + n) for n, heads in enumerate((4, 2, 2))) for i in range(4)]
-    places = jnp.arange(256)[None]
-    found = stack.run(lambda: [one(*call, None, places, "train") for one, call in zip(ops, calls, strict=True)])
-
-    how = {"is_causal": True, "needs_grad": False, "scale": 1.0}
-    spec = backends.make_spec(*calls[0], backends.Layout(), backends.Terms(), **how)
-    plan = backends.resolve("kascade", spec, options=SCHEDULED).plan(backends.Layout(), SCHEDULED)
-    carry = ()
-    for layer, (out, call) in enumerate(zip(found, calls, strict=True)):
-        expected, carry = plan.run(*call, layer=layer, carry=carry)
-        np.testing.assert_allclose(out, expected, atol=1e-5)
-        dense = backends.attention(*call, is_causal=True, scale=1.0, backend="standard")
-        assert (np.abs(out - dense).max() > 0.05) == (layer > 0)
+def test_layers_of_a_stack_have_their_numbers(base):
+    """What a stack does with them: test_layer_stack.py."""
+    stack = backends.LayerStack(2)
+    made = op(adapter.attention_op(base, "standard", layer=stack[1]))
+    with pytest.raises(ValueError, match="layer 1 ran where layer 0 was expected"):
+        stack.run(lambda: made(QUERY, KEY, VALUE, None, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), "train"))
 
 
 class Decoder:

@@ -1,17 +1,14 @@
 """The log-sum-exp of the public call has a gradient under jit, grad and vmap, and puts parts of the keys together."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import attention, attention_fn, merge_parts
+from attnsuite.backends import attention, merge_parts
 from attnsuite.testing import problems
 
 pytestmark = [pytest.mark.standard, pytest.mark.newest]
@@ -23,25 +20,25 @@ SPLIT = 96  # keys of the first part
 SINKS = np.array([-1.0, 0.5, 1.0, 2.0], np.float32)
 
 
-def arrays() -> tuple[jax.Array, ...]:
+def arrays():
     rng = np.random.default_rng(0)
     shapes = ((1, 130, 4, 16), (1, 160, 2, 16), (1, 160, 2, 16))
     return tuple(jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
 
 
-def in_parts(query: Any, key: Any, value: Any, sinks: Any, backend: str) -> Any:
+def in_parts(query, key, value, sinks, backend):
     """Causal attention with sinks, the keys in two parts; the first 30 rows see nothing of the second."""
     parts = []
     for keys, of_part in ((slice(0, SPLIT), sinks), (slice(SPLIT, None), None)):
         positions = {"query_positions": jnp.arange(66, 196)[None], "key_value_positions": jnp.arange(160)[keys][None]}
-        arguments: dict[str, Any] = {"is_causal": True, "sinks": of_part, "backend": backend, **positions}
+        arguments = {"is_causal": True, "sinks": of_part, "backend": backend, **positions}
         part = attention(query, key[:, keys], value[:, keys], **arguments, return_log_sum_exp=True)
         parts.append(part)
     return merge_parts(parts)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_parts_of_the_keys_give_the_whole_with_its_gradients(backend: str) -> None:
+def test_two_parts_of_the_keys_give_the_whole_with_its_gradients(backend):
     operands = (*arrays(), SINKS)
     whole = functools.partial(
         attention,
@@ -55,7 +52,7 @@ def test_two_parts_of_the_keys_give_the_whole_with_its_gradients(backend: str) -
     cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape).astype(np.float32)) for x in shapes)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def compared(run: Any, *operands: Any) -> Any:
+    def compared(run, *operands):
         results, pullback = jax.vjp(run, *operands)
         return results, pullback(cotangents)
 
@@ -67,13 +64,13 @@ def test_two_parts_of_the_keys_give_the_whole_with_its_gradients(backend: str) -
 
 @pytest.mark.wrong_types  # vmap of a gradient puts plain objects into chunked's layout while it looks for axes
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_the_log_sum_exp_of_the_call_is_float32_with_the_oracles_gradient_under_vmap(backend: str) -> None:
+def test_the_log_sum_exp_of_the_call_is_float32_with_the_oracles_gradient_under_vmap(backend):
     problem = problems.problem("log-sum-exp-bfloat16")
     ids = problem.layout.query_segment_ids
 
     @jax.jit
     @jax.vmap
-    def gradients(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
+    def gradients(query, key, value, cotangent):
         run = functools.partial(
             attention,
             is_causal=True,
@@ -91,7 +88,7 @@ def test_the_log_sum_exp_of_the_call_is_float32_with_the_oracles_gradient_under_
         assert problem.verdict(name, result[0]).passed, name
 
 
-def test_rows_that_see_nothing_of_any_part_stay_zero_and_give_finite_gradients() -> None:
+def test_rows_that_see_nothing_of_any_part_stay_zero_and_give_finite_gradients():
     nothing = (jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), -jnp.inf))
     out, log_sum_exp = jax.jit(merge_parts)([nothing, nothing])
     assert not out.any()
@@ -109,15 +106,10 @@ def test_parts_in_float64_are_merged_in_float64() -> None:
 
 
 @pytest.mark.wrong_types
-def test_what_is_no_part_is_refused_in_a_sentence() -> None:
+def test_what_is_no_part_is_refused_in_a_sentence():
     part = (jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
     for parts in ([], part, None, [([1.0], [2.0])]):
         with pytest.raises(ValueError, match="parts is empty or no list of pairs; give at least one pair"):
             merge_parts(parts)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"part 1 is bfloat16\[1, 2, 1, 4\] .* expected float32\[1, 2, 1, 4\]"):
         merge_parts([part, (part[0].astype(jnp.bfloat16), part[1])])
-
-
-def test_a_flax_layer_takes_one_array_so_that_its_function_refuses_the_log_sum_exp() -> None:
-    with pytest.raises(ValueError, match="attention_fn does not take return_log_sum_exp: a flax layer projects"):
-        attention_fn("standard", return_log_sum_exp=True)

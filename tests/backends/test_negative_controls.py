@@ -1,7 +1,5 @@
 """One deliberately wrong implementation per rule of the contract: the suite must fail each of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator
@@ -13,30 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import FEATURES, AttentionSpec, Layout, Plan, Takes, Target, Terms, masks
+from attnsuite.backends import AttentionSpec, Layout, Target, masks
 from attnsuite.backends.contract import NO_TERMS, may_attend
-from attnsuite.backends.features import Mode
 from attnsuite.backends.standard import STANDARD
 from attnsuite.testing import checks, problems
-from attnsuite.testing.problems import QUANTITIES, Problem
+from attnsuite.testing.problems import QUANTITIES
+from declared import Asked
 
 pytestmark = [pytest.mark.newest, pytest.mark.thorough]
 
 Attend = Callable[..., Any]  # (query, key, value), and terms where there are some -> output, or (output, log-sum-exp)
 
 
-def standard(problem: Problem, layout: Layout | None = None, **changes: Any) -> Attend:
+def standard(problem, layout=None, **changes):
     """The standard backend with a changed spec or layout."""
     spec = dataclasses.replace(problem.spec, **changes)
     plan = STANDARD.plan(spec, problem.layout if layout is None else layout, target=Target.here())
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms = NO_TERMS) -> Any:
+    def run(q, k, v, terms=NO_TERMS):
         return dataclasses.replace(plan, spec=spec).run(q, k, v, terms=terms)[0]
 
     return run
 
 
-def masked_by(problem: Problem, mask: jax.Array) -> Attend:
+def masked_by(problem, mask):
     """The standard backend with nothing but this mask."""
     bare = dataclasses.replace(
         problem.spec,
@@ -51,12 +49,12 @@ def masked_by(problem: Problem, mask: jax.Array) -> Attend:
     return lambda q, k, v: plan.run(q, k, v)[0]
 
 
-def changed(**spec: Any) -> Callable[[Problem], Attend]:
+def changed(**spec):
     """A field of the spec is another."""
     return lambda problem: standard(problem, **spec)
 
 
-def without(*arrays: str, **spec: Any) -> Callable[[Problem], Attend]:
+def without(*arrays, **spec):
     """These arrays of the layout are ignored."""
     return lambda problem: standard(problem, dataclasses.replace(problem.layout, **dict.fromkeys(arrays)), **spec)
 
@@ -64,18 +62,18 @@ def without(*arrays: str, **spec: Any) -> Callable[[Problem], Attend]:
 positions_ignored = without("query_positions", "key_value_positions")
 
 
-def window(change: Callable[[int, int], tuple[int, int]]) -> Callable[[Problem], Attend]:
+def window(change):
     """Another window."""
     return lambda problem: standard(problem, local_window_size=change(*problem.spec.window))
 
 
-def term(name: str, change: Callable[[AttentionSpec, jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+def term(name, change):
     """A term changed, and with it its gradient."""
 
-    def wrong(problem: Problem) -> Attend:
+    def wrong(problem):
         attend = standard(problem)
 
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> Any:
+        def run(q, k, v, terms):
             other = change(problem.spec, getattr(terms, name))
             return attend(q, k, v, dataclasses.replace(terms, **{name: other}))
 
@@ -84,22 +82,22 @@ def term(name: str, change: Callable[[AttentionSpec, jax.Array], jax.Array]) -> 
     return wrong
 
 
-def padding_matches_padding(problem: Problem) -> Attend:
+def padding_matches_padding(problem):
     ids = (problem.layout.query_segment_ids, problem.layout.key_value_segment_ids)
     unsigned = [jnp.where(x < 0, jnp.full_like(x, 99), x) for x in ids]
     return standard(problem, Layout(query_segment_ids=unsigned[0], key_value_segment_ids=unsigned[1]))
 
 
-def rows_without_keys_averaged(problem: Problem) -> Attend:
+def rows_without_keys_averaged(problem):
     mask = may_attend(problem.spec, problem.layout)
     return masked_by(problem, mask | ~mask.any(-1, keepdims=True))
 
 
-def heads_interleaved(problem: Problem) -> Attend:
+def heads_interleaved(problem):
     """Query head n reads KV head n % K instead of n // G."""
     attend, K, G = standard(problem), problem.spec.num_kv_heads, problem.spec.group_size
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(q, k, v):
         b, t, n, h = q.shape
         out = attend(q.reshape(b, t, G, K, h).swapaxes(2, 3).reshape(b, t, n, h), k, v)
         return out.reshape(b, t, K, G, -1).swapaxes(2, 3).reshape(b, t, n, -1)
@@ -107,22 +105,22 @@ def heads_interleaved(problem: Problem) -> Attend:
     return run
 
 
-def group_not_summed(problem: Problem) -> Attend:
+def group_not_summed(problem):
     """dk and dv come from the first query head of each group alone."""
     attend, G = standard(problem), problem.spec.group_size
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(q, k, v):
         first = (jnp.arange(q.shape[2]) % G == 0)[None, None, :, None]
         return jnp.where(first, attend(q, k, v), attend(q, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v)))
 
     return run
 
 
-def softmax_in_bfloat16(problem: Problem) -> Attend:
+def softmax_in_bfloat16(problem):
     """Scores, exponentials and their sum are held in bfloat16."""
     mask, G = may_attend(problem.spec, problem.layout), problem.spec.group_size
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(q, k, v):
         k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
         logits = (jnp.einsum("btnh,bsnh->bnts", q, k) * problem.spec.softmax_scale).astype(jnp.bfloat16)
         logits = logits if mask is None else jnp.where(mask, logits, jnp.asarray(-1e9, logits.dtype))
@@ -131,17 +129,17 @@ def softmax_in_bfloat16(problem: Problem) -> Attend:
     return run
 
 
-def one_gradient_off(scales: tuple[float, float, float]) -> Callable[[Problem], Attend]:
+def one_gradient_off(scales):
     """Gradients multiplied by these factors."""
 
-    def wrong(problem: Problem) -> Attend:
+    def wrong(problem):
         attend = standard(problem)
 
         @jax.custom_vjp
-        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def run(q, k, v):
             return attend(q, k, v)
 
-        def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        def backward(residuals, cotangent):
             gradients = jax.vjp(attend, *residuals)[1](cotangent)
             return tuple((x * scale).astype(x.dtype) for x, scale in zip(gradients, scales, strict=True))
 
@@ -151,11 +149,11 @@ def one_gradient_off(scales: tuple[float, float, float]) -> Callable[[Problem], 
     return wrong
 
 
-def unseen_rows_leak_gradients(problem: Problem) -> Attend:
+def unseen_rows_leak_gradients(problem):
     """Rows that see nothing give zero, but as an average multiplied by a mask whose gradient is not stopped."""
     averaged, unseen = rows_without_keys_averaged(problem), jnp.asarray(problem.unseen_rows[..., None])
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(q, k, v):
         out = averaged(q, k, v)
         return jnp.where(unseen, out - jax.lax.stop_gradient(out), out)
 
@@ -163,7 +161,7 @@ def unseen_rows_leak_gradients(problem: Problem) -> Attend:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def with_gradient(x: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def with_gradient(x, change):
     """``x``, whose gradient arrives changed."""
     return x
 
@@ -171,24 +169,24 @@ def with_gradient(x: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax
 with_gradient.defvjp(lambda x, _: (x, None), lambda change, _, cotangent: (change(cotangent),))
 
 
-def term_gradient(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+def term_gradient(name, change):
     """The gradient of a term changed, and nothing else."""
     return term(name, lambda _, x: with_gradient(x, change))
 
 
-def gradient_of_the_first_row(spec: AttentionSpec, bias: jax.Array) -> jax.Array:
+def gradient_of_the_first_row(spec, bias):
     """A bias that all rows share, with the gradient of the first row alone."""
     first = jnp.arange(spec.query_length)[:, None] == 0
     return jnp.where(first, bias, jax.lax.stop_gradient(bias))
 
 
-def log_sum_exp(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem], Attend]:
+def log_sum_exp(change):
     """The log-sum-exp changed, the output not."""
 
-    def wrong(problem: Problem) -> Attend:
+    def wrong(problem):
         attend = standard(problem)
 
-        def run(*operands: Any) -> tuple[jax.Array, jax.Array]:
+        def run(*operands):
             out, lse = attend(*operands)
             return out, change(lse)
 
@@ -197,26 +195,26 @@ def log_sum_exp(change: Callable[[jax.Array], jax.Array]) -> Callable[[Problem],
     return wrong
 
 
-def log_sum_exp_of(**changes: Any) -> Callable[[Problem], Attend]:
+def log_sum_exp_of(**changes):
     """The log-sum-exp of the standard backend with a changed spec."""
 
-    def wrong(problem: Problem) -> Attend:
+    def wrong(problem):
         right, other = standard(problem), standard(problem, **changes)
         return lambda *operands: (right(*operands)[0], other(*operands)[1])
 
     return wrong
 
 
-def mask_function(change: Callable[[Any], Any]) -> Callable[[Problem], Attend]:
+def mask_function(change):
     """Another mask function."""
     return lambda problem: standard(problem, mask_function=change(problem.spec.mask_function))
 
 
-def blocks_by_corners(problem: Problem) -> Attend:
+def blocks_by_corners(problem):
     """The pairs of a block of 32 by 32 are all visible if its four corners are, and none of them if no corner is."""
     sees = problem.spec.mask_function
 
-    def by_corner(q: Any, k: Any) -> Any:
+    def by_corner(q, k):
         q0, k0 = q - q % 32, k - k % 32
         corners = [sees(q0 + i, k0 + j) for i in (0, 31) for j in (0, 31)]
         some, every = (functools.reduce(merge, corners) for merge in (operator.or_, operator.and_))
@@ -225,19 +223,19 @@ def blocks_by_corners(problem: Problem) -> Attend:
     return standard(problem, mask_function=masks.Where(by_corner))
 
 
-def score_function(change: Callable[..., Any], **others: Any) -> Callable[[Problem], Attend]:
+def score_function(change, **others):
     """``change(function, score, batch, head, query, key)`` in place of the problem's function."""
     return lambda problem: standard(
         problem, score_function=functools.partial(change, problem.spec.score_function), **others
     )
 
 
-def score_after_the_bias(problem: Problem) -> Attend:
+def score_after_the_bias(problem):
     """The function of the score with the bias, in place of the function of the score."""
     spec = problem.spec
     G, f, cap = spec.group_size, spec.score_function, spec.logits_soft_cap
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> jax.Array:
+    def run(q, k, v, terms):
         k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
         logits = cap * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", q, k) * spec.softmax_scale / cap) + terms.bias
         at = (jnp.arange(x).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(logits.shape))
@@ -246,31 +244,27 @@ def score_after_the_bias(problem: Problem) -> Attend:
     return run
 
 
-def log_sum_exp_of_the_keys_alone(problem: Problem) -> Attend:
+def log_sum_exp_of_the_keys_alone(problem):
     right, bare = standard(problem), standard(problem, has_sinks=False)
     return lambda q, k, v, terms: (right(q, k, v, terms)[0], bare(q, k, v)[1])
 
 
-def values_in_the_last_numbers(problem: Problem) -> Attend:
+def values_in_the_last_numbers(problem):
     """The values are the last numbers of the keys."""
     attend = standard(problem, values_in_keys=False)
     return lambda q, k, _: attend(q, k, k[..., -problem.spec.value_head_dim :])
 
 
-def gradient_of_the_values_dropped(problem: Problem) -> Attend:
+def gradient_of_the_values_dropped(problem):
     """dk is that of the scores alone."""
     attend = standard(problem, values_in_keys=False)
     return lambda q, k, _: attend(q, k, jax.lax.stop_gradient(k[..., : problem.spec.value_head_dim]))
 
 
-def cache_changed(
-    layout: Callable[[Layout], dict[str, Any]] = lambda _: {},
-    terms: Callable[[Terms], dict[str, Any]] = lambda _: {},
-    **changes: Any,
-) -> Callable[[Problem], Attend]:
+def cache_changed(layout=lambda _: {}, terms=lambda _: {}, **changes):
     """The standard backend on a cache whose layout or scales are others."""
 
-    def wrong(problem: Problem) -> Attend:
+    def wrong(problem):
         spec = dataclasses.replace(problem.spec, **changes)
         changed = dataclasses.replace(problem.layout, **layout(problem.layout))
         made = dataclasses.replace(STANDARD.plan(spec, changed, target=Target.here()), spec=spec)
@@ -279,7 +273,7 @@ def cache_changed(
     return wrong
 
 
-WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
+WRONG = {
     "causal mask missing": (changed(is_causal=False), "causal"),
     "window off by one": (window(lambda left, right: (left + 1, right)), "window-asymmetric"),
     "window off by one in 1300": (window(lambda left, right: (left + 1, right)), "window-1300"),
@@ -306,7 +300,6 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "dq off by 2% in bfloat16": (one_gradient_off((1.02, 1.0, 1.0)), "cross-bfloat16"),
     "dk off by 2% in float16": (one_gradient_off((1.0, 1.02, 1.0)), "cross-float16"),
     "bias ignored": (term("bias", lambda _, x: 0 * x), "bias-per-head"),
-    "dbias zero": (term_gradient("bias", jnp.zeros_like), "bias-per-head"),
     "dbias off by 1%": (term_gradient("bias", lambda x: 1.01 * x), "bias-per-head"),
     "dbias off by 1%, with a mask": (term_gradient("bias", lambda x: 0.99 * x), "mask-and-bias"),
     "dbias off by 2% in bfloat16": (term_gradient("bias", lambda x: 1.02 * x), "bias-bfloat16"),
@@ -324,7 +317,6 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
         term("sinks", lambda spec, x: spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)),
         "sinks-of-nothing",
     ),
-    "dsinks zero": (term("sinks", lambda _, x: jax.lax.stop_gradient(x)), "sinks"),
     "dsinks off by 1%": (term_gradient("sinks", lambda x: 1.01 * x), "sinks"),
     "mask function ignored": (mask_function(lambda _: None), "function-dilated"),
     "mask function transposed": (mask_function(lambda sees: masks.Where(lambda q, k: sees(k, q))), "function-prefix"),
@@ -348,12 +340,10 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
     "alibi added": (term("alibi", lambda _, x: -x), "alibi"),
     "slopes of other heads": (term("alibi", lambda _, x: x[::-1]), "alibi"),
     "alibi by slot": (positions_ignored, "alibi-soft-cap"),
-    "dalibi zero": (term("alibi", lambda _, x: jax.lax.stop_gradient(x)), "alibi"),
     "dalibi off by 1%": (term_gradient("alibi", lambda x: 1.01 * x), "alibi"),
     "values in the last numbers of the keys": (values_in_the_last_numbers, "values-in-keys"),
     "dk without the part of the values": (gradient_of_the_values_dropped, "values-in-keys"),
     "log-sum-exp without the sink": (log_sum_exp_of_the_keys_alone, "sinks-log-sum-exp"),
-    "log-sum-exp in base 2": (log_sum_exp(lambda x: x / np.log(2)), "log-sum-exp"),
     "log-sum-exp off by 1e-4": (log_sum_exp(lambda x: x + 1e-4), "log-sum-exp"),
     "log-sum-exp rounded to bfloat16": (
         log_sum_exp(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)),
@@ -365,7 +355,6 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
         log_sum_exp(lambda x: jnp.where(jnp.isneginf(x), np.finfo(np.float32).min, x)),
         "log-sum-exp-of-nothing",
     ),
-    "log-sum-exp without gradient": (log_sum_exp(jax.lax.stop_gradient), "log-sum-exp"),
     "log-sum-exp with its gradient off by 1%": (
         log_sum_exp(lambda x: with_gradient(x, lambda cotangent: 1.01 * cotangent)),
         "log-sum-exp",
@@ -391,10 +380,7 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
         cache_changed(lambda x: {"query_segment_ids": (x.query_segment_ids + 1) % 4}),
         "pages-ragged",
     ),
-    "scales of another head": (
-        cache_changed(terms=lambda x: {"key_scales": x.key_scales[..., ::-1]}),
-        "kv-int8",
-    ),
+    "scales of another head": (cache_changed(terms=lambda x: {"key_scales": x.key_scales[..., ::-1]}), "kv-int8"),
     "scales of another page": (
         cache_changed(terms=lambda x: {"value_scales": jnp.roll(x.value_scales, 1, axis=0)}),
         "pages-float8",
@@ -405,7 +391,7 @@ WRONG: dict[str, tuple[Callable[[Problem], Attend], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_implementation_fails(name: str) -> None:
+def test_wrong_implementation_fails(name):
     wrong, case = WRONG[name]
     problem = problems.problem(case)
     results = problems.compiled(wrong(problem), problem)(*problem.inputs)
@@ -414,38 +400,25 @@ def test_wrong_implementation_fails(name: str) -> None:
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
-def test_nondeterministic_result_fails(quantity: str) -> None:
-    problem = problems.problem("causal")
-    results = problem.standard_run(*problem.inputs)
-    again = {**results, quantity: np.nextafter(np.asarray(results[quantity]), np.float32(0.0))}
+def test_nondeterministic_wider_or_nan_result_fails(quantity):
+    plain, half = problems.problem("causal"), problems.problem("causal-bfloat16")
+    results, widened = ({name: np.array(x) for name, x in of.standard_run(*of.inputs).items()} for of in (plain, half))
+    again = {**results, quantity: np.nextafter(results[quantity], np.float32(0.0))}
     with pytest.raises(AssertionError, match=quantity):
         checks.check_same(results, again)
-
-
-@pytest.mark.parametrize("quantity", QUANTITIES)
-def test_float32_result_of_bfloat16_input_fails(quantity: str) -> None:
-    problem = problems.problem("causal-bfloat16")
-    results = problem.standard_run(*problem.inputs)
-    widened = {**results, quantity: np.asarray(results[quantity]).astype(np.float32)}
-    with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
-        checks.check_accuracy(widened, problem)
-
-
-@pytest.mark.parametrize("quantity", QUANTITIES)
-def test_one_nan_fails(quantity: str) -> None:
-    problem = problems.problem("causal")
-    results = {name: np.array(x) for name, x in problem.standard_run(*problem.inputs).items()}
+    widened[quantity] = widened[quantity].astype(np.float32)
     results[quantity][-1, -1, -1, -1] = np.nan
-    with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
-        checks.check_accuracy(results, problem)
+    for found, problem in ((widened, half), (results, plain)):
+        with pytest.raises(AssertionError, match=f"{quantity}: .*passed=False"):
+            checks.check_accuracy(found, problem)
 
 
-def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
+def test_padding_that_leaks_by_zero_weights_times_values_fails():
     """A mask that only subtracts a large number lets huge padded keys through."""
     problem = problems.problem("padding-both-ends")
     mask = may_attend(problem.spec, problem.layout)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q, k, v):
         k, v = (jnp.repeat(x, problem.spec.group_size, axis=2) for x in (k, v))
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) * problem.spec.softmax_scale - jnp.where(mask, 0.0, 1e6)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
@@ -454,7 +427,7 @@ def test_padding_that_leaks_by_zero_weights_times_values_fails() -> None:
         checks.check_unseen_does_not_matter(problems.forward_and_backward(attend), problem, rows=False)
 
 
-def test_gradients_that_leak_from_rows_that_see_nothing_fail() -> None:
+def test_gradients_that_leak_from_rows_that_see_nothing_fail():
     problem = problems.problem("padding-both-ends")
     run = problems.forward_and_backward(unseen_rows_leak_gradients(problem))
     with pytest.raises(AssertionError):
@@ -462,7 +435,7 @@ def test_gradients_that_leak_from_rows_that_see_nothing_fail() -> None:
 
 
 @pytest.mark.parametrize("case", ["ragged", "padding-both-ends"])
-def test_backend_that_lets_nan_of_an_unseen_key_through_fails(case: str) -> None:
+def test_backend_that_lets_nan_of_an_unseen_key_through_fails(case):
     problem = problems.problem(case)
     run = problems.forward_and_backward(functools.partial(masked_by_the_formula, problem))
     # Right in everything else: its results, and huge numbers where nobody looks.
@@ -476,7 +449,7 @@ def test_backend_that_lets_nan_of_an_unseen_key_through_fails(case: str) -> None
     assert checks.keeps_nan_out(own, problem, own(*problem.inputs)) is True
 
 
-def masked_by_the_formula(problem: problems.Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def masked_by_the_formula(problem, q, k, v):
     """Hidden pairs have a probability of exactly zero, which times NaN is NaN; rows that see nothing are zero."""
     mask = may_attend(problem.spec, problem.layout)
     k, v = (jnp.repeat(x, problem.spec.group_size, axis=2) for x in (k, v))
@@ -485,32 +458,12 @@ def masked_by_the_formula(problem: problems.Problem, q: jax.Array, k: jax.Array,
     return jnp.einsum("bnts,bsnh->btnh", jnp.where(mask, probs, 0.0), v)
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusing:
-    name: str
-    reasons: tuple[str, ...]
-    exact: bool = True
-
-    def takes(self, target: Target, mode: Mode) -> Takes:
-        return Takes(features=frozenset(FEATURES))
-
-    def refuses(self, *_: Any) -> tuple[str, ...]:
-        return self.reasons
-
-    def plan(self, *_: Any, **__: Any) -> Plan:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("reasons", "refused"),
-    [
-        ((), True),
-        (("The head dimension 33 is not taken by this backend.",), False),
-        (("no",), True),
-    ],
+    [((), True), (("The head dimension 33 is not taken by this backend.",), False), (("no",), True)],
     ids=["unexpected acceptance", "unexpected refusal", "refusal without a sentence"],
 )
-def test_undeclared_support_fails(reasons: tuple[str, ...], refused: bool) -> None:
+def test_undeclared_support_fails(reasons, refused):
     spec = AttentionSpec(batch=1, query_length=1, key_value_length=1, num_heads=1, num_kv_heads=1, head_dim=33)
     with pytest.raises(AssertionError):
-        checks.check_support(Refusing("odd", reasons), spec, Target("cpu"), "native", refused=refused)
+        checks.check_support(Asked(answer=lambda *_: reasons), spec, Target("cpu"), "native", refused=refused)

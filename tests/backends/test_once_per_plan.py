@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention
 
 from attnsuite.backends import Layout, Target, plan, splash, splash_blocks
 from attnsuite.backends.kascade import KASCADE, LayerRole, Schedule, backend, pallas_tpu
@@ -43,18 +44,22 @@ def run_layers(attention, spec, **planned):
         return query
 
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    x = jax.ShapeDtypeStruct((2, 256, 2, 128), jnp.float32)
+    x = jax.ShapeDtypeStruct((2, spec.query_length, 2, 128), jnp.float32)
     return jax.eval_shape(layers, Layout(key_value_seq_lengths=lengths), x, x, x)
 
 
 SPEC = sized(256, B=2, H=128, is_causal=True, has_seq_lengths=True)
 
 
-def test_splash_reads_options_sorts_the_mask_and_makes_its_ids_once(counted):
-    names = ("read_options", "segment_ids", "one_key_is_seen", "no_sinks")
-    counts = counted(splash_blocks, *names)
-    run_layers(splash.SPLASH, SPEC)
-    assert counts == dict.fromkeys(names, 1)
+def test_splash_reads_options_and_makes_its_ids_once_and_sorts_the_mask_once_for_all_plans(counted):
+    per_plan, per_mask = ("read_options", "segment_ids", "one_key_is_seen", "no_sinks"), "make_splash_mha_single_device"
+    counts = counted(splash_blocks, *per_plan)
+    counted(splash_attention, per_mask)
+    spec = dataclasses.replace(SPEC, query_length=333, key_value_length=333)  # a length that no other test has
+    for _ in range(2):
+        counts |= dict.fromkeys(per_plan, 0)
+        run_layers(splash.SPLASH, spec)
+        assert counts == dict.fromkeys((*per_plan, per_mask), 1)
 
 
 def test_kascade_reads_schedule_and_blocks_and_plans_dense_layers_once(counted):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -64,7 +62,7 @@ PROBLEMS = {
 DIRECTIONS = 6  # in which a gradient is compared with differences of the forward pass
 
 
-def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
+def layout_for(spec, rng):
     B, T, S = spec.batch, spec.query_length, spec.key_value_length
     made = {}
     if spec.has_segment_ids:
@@ -80,7 +78,7 @@ def layout_for(spec: AttentionSpec, rng: np.random.Generator) -> Layout:
     return Layout(**made)
 
 
-def terms_for(spec: AttentionSpec) -> Terms:
+def terms_for(spec):
     T, S, N = spec.query_length, spec.key_value_length, spec.num_heads
     rng = np.random.default_rng(1)
     bias = rng.standard_normal((1, N, T, S)) if spec.has_bias else None
@@ -88,15 +86,13 @@ def terms_for(spec: AttentionSpec) -> Terms:
     return Terms(bias=bias, sinks=sinks, alibi=alibi)
 
 
-def inputs_for(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def inputs_for(spec, rng):
     B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.num_heads, spec.num_kv_heads
     shapes = ((B, T, N, spec.head_dim), (B, S, K, spec.head_dim), (B, S, K, spec.value_head_dim))
     return tuple(rng.standard_normal(shape) for shape in (*shapes, (B, T, N, spec.value_head_dim)))
 
 
-def literal(
-    spec: AttentionSpec, layout: Layout, terms: Terms, q: np.ndarray, k: np.ndarray, v: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def literal(spec, layout, terms, q, k, v):
     """The contract, one query and one key at a time: output and log-sum-exp."""
     v = k[..., : spec.value_head_dim] if spec.values_in_keys else v
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
@@ -110,7 +106,7 @@ def literal(
                 if spec.score_function is not None:
                     score = scored(spec, layout, b, n, t, s, score)
                 if terms.alibi is not None:
-                    score -= terms.alibi[n] * apart(layout, b, t, s)
+                    score -= terms.alibi[n] * abs(int(np.subtract(*places(layout, b, t, s))))
                 weights[s] = np.exp(score if terms.bias is None else score + terms.bias[0, n, t, s])
         sink = 0.0 if terms.sinks is None else np.exp(terms.sinks[n])
         total = sink + sum(weights.values())
@@ -121,23 +117,19 @@ def literal(
     return out, lse
 
 
-def scored(spec: AttentionSpec, layout: Layout, b: int, n: int, t: int, s: int, score: float) -> float:
+def places(layout, b, t, s):
+    """The positions of a query and of a key."""
     p = t if layout.query_positions is None else layout.query_positions[b, t]
-    r = s if layout.key_value_positions is None else layout.key_value_positions[b, s]
-    assert spec.score_function is not None
+    return p, s if layout.key_value_positions is None else layout.key_value_positions[b, s]
+
+
+def scored(spec, layout, b, n, t, s, score):
     with jax.enable_x64(new_val=True):
-        return float(spec.score_function(np.float64(score), *map(np.int64, (b, n, p, r))))
+        return float(spec.score_function(np.float64(score), *map(np.int64, (b, n, *places(layout, b, t, s)))))
 
 
-def apart(layout: Layout, b: int, t: int, s: int) -> int:
-    p = t if layout.query_positions is None else layout.query_positions[b, t]
-    r = s if layout.key_value_positions is None else layout.key_value_positions[b, s]
-    return abs(int(p) - int(r))
-
-
-def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
-    p = t if layout.query_positions is None else layout.query_positions[b, t]
-    r = s if layout.key_value_positions is None else layout.key_value_positions[b, s]
+def sees(spec, layout, b, t, s):
+    p, r = places(layout, b, t, s)
     if layout.query_segment_ids is not None:
         ids = layout.query_segment_ids[b, t], layout.key_value_segment_ids[b, s]
         if ids[0] != ids[1] or min(ids) < 0:
@@ -153,7 +145,7 @@ def sees(spec: AttentionSpec, layout: Layout, b: int, t: int, s: int) -> bool:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_forward_and_log_sum_exp_are_those_of_the_literal_loop(name: str) -> None:
+def test_forward_and_log_sum_exp_are_those_of_the_literal_loop(name):
     spec, rng = PROBLEMS[name], np.random.default_rng(0)
     layout, terms, (q, k, v, _) = layout_for(spec, rng), terms_for(spec), inputs_for(spec, rng)
     out, lse = literal(spec, layout, terms, q, k, v)
@@ -163,12 +155,12 @@ def test_forward_and_log_sum_exp_are_those_of_the_literal_loop(name: str) -> Non
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("with_log_sum_exp", [False, True])
-def test_gradients_are_finite_differences_of_the_forward(name: str, with_log_sum_exp: bool) -> None:
+def test_gradients_are_finite_differences_of_the_forward(name, with_log_sum_exp):
     spec, rng, step = PROBLEMS[name], np.random.default_rng(0), 1e-6
     layout, terms, (q, k, v, cotangent) = layout_for(spec, rng), terms_for(spec), inputs_for(spec, rng)
     d_lse = rng.standard_normal(q.shape[:3]) if with_log_sum_exp else np.zeros(q.shape[:3])
 
-    def weighted(inputs: dict[str, np.ndarray]) -> float:
+    def weighted(inputs):
         moved = Terms(**{name: inputs[f"d{name}"] for name in terms.given()})
         lse = oracle.log_sum_exp(spec, layout, inputs["dq"], inputs["dk"], moved)
         out = oracle.forward(spec, layout, inputs["dq"], inputs["dk"], inputs.get("dv"), moved)
@@ -189,7 +181,7 @@ def test_gradients_are_finite_differences_of_the_forward(name: str, with_log_sum
 
 
 @pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1, 2, 3)], ids=str)
-def test_gradient_of_a_bias_is_summed_over_the_axes_that_it_broadcasts(axes: tuple[int, ...]) -> None:
+def test_gradient_of_a_bias_is_summed_over_the_axes_that_it_broadcasts(axes):
     spec, rng = dataclasses.replace(SPEC, has_bias=True), np.random.default_rng(0)
     shape = (spec.batch, spec.num_heads, spec.query_length, spec.key_value_length)
     narrow = rng.standard_normal([1 if axis in axes else size for axis, size in enumerate(shape)])
@@ -202,12 +194,12 @@ def test_gradient_of_a_bias_is_summed_over_the_axes_that_it_broadcasts(axes: tup
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_blocks_of_rows_change_nothing(monkeypatch, rows):
     spec, rng = EVERYTHING, np.random.default_rng(0)
     layout, inputs = layout_for(spec, rng), inputs_for(spec, rng)
     terms, d_lse = terms_for(spec), rng.standard_normal(inputs[0].shape[:3])
 
-    def everything() -> dict[str, np.ndarray]:
+    def everything():
         lse = oracle.log_sum_exp(spec, layout, *inputs[:2], terms)
         return oracle.gradients(spec, layout, *inputs, d_log_sum_exp=d_lse, terms=terms) | {"lse": lse}
 
@@ -217,51 +209,49 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: in
         np.testing.assert_allclose(one, other, atol=1e-14)
 
 
-def test_unseen_rows_and_keys_are_those_the_loop_never_meets() -> None:
+def test_unseen_rows_and_keys_are_those_the_loop_never_meets():
     spec, rng = EVERYTHING, np.random.default_rng(0)
     layout = layout_for(spec, rng)
-    seen = np.array(
-        [[[sees(spec, layout, b, t, s) for s in range(7)] for t in range(5)] for b in range(2)],
-    )
+    seen = np.array([[[sees(spec, layout, b, t, s) for s in range(7)] for t in range(5)] for b in range(2)])
     assert (oracle.unseen_rows(spec, layout) == ~seen.any(2)[..., None]).all()
     assert (oracle.unseen_keys(spec, layout) == ~seen.any(1)[..., None]).all()
 
 
-def test_half_precision_input_is_widened_before_anything_else() -> None:
+def test_half_precision_input_is_widened_before_anything_else():
     rng = np.random.default_rng(0)
     q, k, v, _ = (jnp.asarray(x.astype(jnp.bfloat16)) for x in inputs_for(SPEC, rng))
     wide = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     assert (oracle.forward(SPEC, Layout(), q, k, v) == oracle.forward(SPEC, Layout(), *wide)).all()
 
 
-def test_huge_logits_give_no_nan() -> None:
+def test_huge_logits_give_no_nan():
     q, k, v, cotangent = (x * 1e150 for x in inputs_for(SPEC, np.random.default_rng(0)))
     assert np.isfinite(oracle.forward(SPEC, Layout(), q, k, v)).all()
     assert np.isfinite(oracle.gradients(SPEC, Layout(), q * 1e-140, k * 1e-140, v, cotangent)["dv"]).all()
 
 
-def verdict(actual: np.ndarray, *, standard: object = None, zero: np.ndarray | None = None) -> oracle.Verdict:
+def verdict(actual, *, standard=None, zero=None):
     return oracle.judge(actual, np.ones((4, 4)), standard, str(actual.dtype), zero=zero)
 
 
-def test_exact_result_passes() -> None:
+def test_exact_result_passes():
     assert verdict(np.ones((4, 4), np.float32)) == oracle.Verdict(0.0, 0.0, None, 128 * 2.0**-23, passed=True)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_number_that_is_not_finite_fails(bad: float) -> None:
+def test_one_number_that_is_not_finite_fails(bad):
     actual = np.ones((4, 4), np.float32)
     actual[3, 3] = bad
     assert not verdict(actual).passed
     assert verdict(actual).max_error == np.inf
 
 
-def test_wrong_shape_and_wrong_dtype_fail() -> None:
+def test_wrong_shape_and_wrong_dtype_fail():
     assert not verdict(np.ones((4, 1), np.float32)).passed
     assert not oracle.judge(np.ones((4, 4), np.float64), np.ones((4, 4)), None, "float32").passed
 
 
-def test_a_broken_standard_hides_nobody() -> None:
+def test_a_broken_standard_hides_nobody():
     wrong = np.full((4, 4), 1.01, np.float32)
     assert not verdict(wrong, standard=wrong).passed
     assert not verdict(wrong, standard=1.0).passed
@@ -269,7 +259,7 @@ def test_a_broken_standard_hides_nobody() -> None:
 
 @pytest.mark.parametrize("dtype", oracle.EPSILON)
 @pytest.mark.parametrize("kind", ["forward", "gradient"])
-def test_the_bound_is_between_one_and_three_times_itself(dtype: str, kind: oracle.Kind) -> None:
+def test_the_bound_is_between_one_and_three_times_itself(dtype, kind):
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((64, 64))
     rounded = expected.astype(jnp.dtype(dtype))
@@ -282,7 +272,7 @@ def test_the_bound_is_between_one_and_three_times_itself(dtype: str, kind: oracl
 
 @pytest.mark.parametrize("case", ["causal", "cross-bfloat16", "cross-float16"])
 @pytest.mark.parametrize("quantity", problems.QUANTITIES)
-def test_noise_of_three_times_the_standard_error_everywhere_fails(case: str, quantity: str) -> None:
+def test_noise_of_three_times_the_standard_error_everywhere_fails(case, quantity):
     problem, rng = problems.problem(case), np.random.default_rng(0)
     expected, standard = problem.expected[quantity], problem.standard[quantity]
     dtype, kind = problem.spec.dtype, "forward" if quantity == "output" else "gradient"
@@ -291,14 +281,14 @@ def test_noise_of_three_times_the_standard_error_everywhere_fails(case: str, qua
     assert not oracle.judge(noisy, expected, standard, dtype, kind).passed
 
 
-def test_standard_may_be_given_as_array_verdict_or_number() -> None:
+def test_standard_may_be_given_as_array_verdict_or_number():
     actual = np.full((4, 4), 1 + 2e-6, np.float32)
     as_array, as_verdict = (verdict(actual, standard=x) for x in (actual, verdict(actual)))
     assert as_array == as_verdict
     assert verdict(actual, standard=as_array.max_error).allowed == as_array.allowed
 
 
-def test_rows_without_keys_must_be_exactly_zero() -> None:
+def test_rows_without_keys_must_be_exactly_zero():
     expected, actual = np.zeros((4, 4)), np.zeros((4, 4), np.float32)
     expected[0], actual[0], actual[3, 3] = 1.0, 1.0, 1e-30
     unseen = np.array([False, False, False, True])
@@ -306,6 +296,6 @@ def test_rows_without_keys_must_be_exactly_zero() -> None:
     assert not oracle.judge(actual, expected, None, "float32", zero=unseen).passed
 
 
-def test_zero_everywhere_is_judged_absolutely() -> None:
+def test_zero_everywhere_is_judged_absolutely():
     assert oracle.judge(np.full(3, 1e-6, np.float32), np.zeros(3), 0.0, "float32").passed
     assert not oracle.judge(np.full(3, 1e-4, np.float32), np.zeros(3), 0.0, "float32").passed

@@ -1,6 +1,7 @@
 """JAX's Pallas attention for GPUs through the interpreter: forward in half precision, and every refusal."""
 
 import dataclasses
+import fnmatch
 
 import jax
 import pytest
@@ -14,38 +15,18 @@ H100 = Target("cuda", "h100")
 pytestmark = [pytest.mark.splash, pytest.mark.foreign_numerics]  # JAX's kernel promotes dtypes and ranks by itself
 
 TAKEN = (
-    "plain",
-    "causal",
-    "gqa-8",
-    "mqa",
-    "scale",
-    *(f"head-dim-{size}" for size in (33, 128, 256)),
-    *(f"length-{length}" for length in (1, 128, 129)),
-    "big-logits-bfloat16",
+    *("plain", "causal", "gqa-8", "mqa", "scale", "head-dim-33", "head-dim-128", "head-dim-256"),
+    *("length-1", "length-128", "length-129", "big-logits-bfloat16"),
 )
 CASES = (*((case, "bfloat16") for case in TAKEN), ("causal", "float16"))
 FIRST = tuple((case, "bfloat16") for case in ("plain", "gqa-8", "length-129", "scale")) + CASES[-1:]
 
 
-LIKE_THESE = {  # in another dtype, length, head dimension or number of heads
-    "gqa-1",
-    "gqa-4",
-    "head-dim-64",
-    "head-dim-72",
-    "head-dim-80",
-    "head-dim-96",
-    "head-dim-192",
-    "length-127",
-    "length-1000",
-    "heads-equal",
-    "heads-equal-bfloat16",
-    "length-2100",
-    "big-logits-float32",
-    "big-logits-float16",
-    "causal-1000-bfloat16",
-    "causal-bfloat16",
-    "causal-float16",
-}
+# In another dtype, length, head dimension or number of heads.
+LIKE_THESE = (
+    *("gqa-[14]", "heads-equal*", "head-dim-*", "length-*"),
+    *("causal-*float16", "causal-1000-bfloat16", "big-logits-*"),
+)
 
 
 def problem_in(case, dtype):
@@ -67,12 +48,12 @@ def test_output_passes_the_judge(case, dtype):
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("case", sorted(set(problems.CASES) - set(TAKEN) - LIKE_THESE))
+@pytest.mark.parametrize("case", sorted(set(problems.CASES) - set(TAKEN)))
 def test_every_other_problem_is_refused(case):
     layout, terms, inputs = problems.arrays(problems.CASES[case], case, "bfloat16")
     spec = make_spec(*inputs[:3], layout, terms, **problems.CASES[case].options | {"needs_grad": False})
-    found = support(PALLAS_FLASH, spec, H100)
-    assert not found, f"{case} is taken and nowhere judged"
+    is_like_these = any(fnmatch.fnmatchcase(case, pattern) for pattern in LIKE_THESE)
+    assert is_like_these or not support(PALLAS_FLASH, spec, H100), f"{case} is taken and nowhere judged"
 
 
 @pytest.mark.thorough

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention as kernel
 
 from attnsuite.backends import Layout, Target, Terms, plan, ragged_paged_attention, support
 from attnsuite.backends.kv_cache import quantize, ragged_layout
@@ -167,25 +166,3 @@ def test_vmap_lowers_for_a_tpu():
 def test_segments_without_the_number_of_sequences_are_refused():
     (reason,) = support(RAGGED_PAGED_ATTENTION, SPEC, V5E).reasons
     assert "backend_options={'sequences': n}" in reason
-
-
-@pytest.mark.thorough
-def test_the_kernel_keeps_the_bits_of_a_sequence_in_any_company_unless_its_blocks_change():
-    """What breaks ``batch_invariant`` is that fewer tokens get other block sizes, not the kernel."""
-    rng = np.random.default_rng(0)
-    query = jnp.asarray(rng.standard_normal((32, 16, 128)), jnp.float32)
-    pages = jnp.asarray(rng.standard_normal((8, 8, 4, 128)), jnp.float32)
-    one, other = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
-
-    def run(query, tables, lengths, starts, pages_per_block=4):
-        given = (np.array(x, np.int32) for x in (lengths, tables, starts, [len(lengths)]))
-        with ragged_paged_attention._interpreted():
-            found = kernel(query, pages, *given, num_kv_pages_per_block=pages_per_block, num_queries_per_block=8)
-        return np.asarray(found)
-
-    alone = run(query, [one], [32], [0, 32])
-    assert (run(query[:8], [one], [8], [0, 8]) == alone[:8]).all()
-    assert (run(query[31:], [one], [32], [0, 1]) == alone[31:]).all()
-    beside = run(jnp.concatenate([query[:9], query]), [other, one], [20, 32], [0, 9, 41])
-    assert (beside[9:] == alone).all()
-    assert not (run(query, [one], [32], [0, 32], pages_per_block=2) == alone).all()

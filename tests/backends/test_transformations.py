@@ -29,44 +29,38 @@ def test_table_is_the_one_of_the_page():
     assert made in PAGE.read_text()
 
 
-def test_sharded_length_on_an_explicit_mesh_says_what_to_do():
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
-    arrays = [
-        jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "x"))) for x in transformations.operands("float32")
-    ]
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"length.*'x'.*MeshAxes\(context=\.\.\.\)"):
-        attention(*arrays, is_causal=True, backend="chunked")
+def explicit(*axes):
+    """A sharding on an explicit mesh of one device, and the operands sharded so."""
+    sharding = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec(*axes))
+    return sharding, [jax.device_put(x, sharding) for x in transformations.operands("float32")]
 
 
-def test_what_has_no_share_on_an_explicit_mesh_is_refused_with_another_backend():
-    whole = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec("x"))
-    arrays = [jax.device_put(x, whole) for x in transformations.operands("float32")]
+def test_what_has_no_share_on_an_explicit_mesh_is_refused_with_what_to_do():
+    sharding, by_length = explicit(None, "x")
+    with jax.set_mesh(sharding.mesh), pytest.raises(ValueError, match=r"length.*'x'.*MeshAxes\(context=\.\.\.\)"):
+        attention(*by_length, is_causal=True, backend="chunked")
     with pytest.raises(ValueError, match=r"count heads from zero .*; use backend='standard'"):
-        attention(*arrays, score_function=lambda score, *_: score, backend="chunked")
+        attention(*explicit("x")[1], score_function=lambda score, *_: score, backend="chunked")
 
 
 @pytest.mark.parametrize("backend", ["standard", "chunked"])
 def test_arrays_that_an_explicit_mesh_does_not_shard_are_taken(backend):
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
-    given = transformations.operands("float32")
     more = {
         "key_value_seq_lengths": np.array([9, 160]),
         "bias": np.ones((2, 1, 1, 160), np.float32),
         "sinks": np.ones(4),
     }
     attend = functools.partial(attention, backend=backend, **more)
-    arrays = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))) for x in given]
-    with jax.set_mesh(mesh):
+    sharding, arrays = explicit("x")
+    with jax.set_mesh(sharding.mesh):
         found = attend(*arrays)
-    np.testing.assert_allclose(found, attend(*given), atol=2e-6)
+    np.testing.assert_allclose(found, attend(*transformations.operands("float32")), atol=2e-6)
 
 
 def test_gradient_of_arrays_that_are_whole_on_an_explicit_mesh_outside_of_it():
-    whole = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec())
     given = transformations.operands("float32")
     loss = jax.jit(jax.grad(lambda *x: attention(*x, is_causal=True, backend="chunked").sum()))
-    found = loss(jax.device_put(given[0], whole), *given[1:])
-    np.testing.assert_allclose(found, loss(*given), atol=2e-6)
+    np.testing.assert_allclose(loss(explicit()[1][0], *given[1:]), loss(*given), atol=2e-6)
 
 
 CALLS_WITHOUT_LEAKS = """
@@ -82,6 +76,8 @@ for backend in sys.argv[1:]:
         attention(x, x, x, **segments, **how)
         attention(x[:, :1], x, x, key_value_seq_lengths=lengths, needs_grad=False, **how)
         jax.grad(lambda x: attention(x, x, x, bias=bias, **segments, **how).sum())(x)
+with jax.checking_leaks():
+    attention(x, x, x, **segments, backend="kascade", on_unavailable="raise", backend_options={"min_keys": 0})
 """
 
 

@@ -99,12 +99,3 @@ def test_yields_cost_a_hundredth_of_the_time_at_most_and_short_calls_none(last, 
         assert until == 0
     else:
         assert quiet - 2 < (until - time.monotonic_ns()) / 1e9 < quiet + 20
-
-
-def test_the_current_processor_is_the_systems():
-    def build(module):
-        with Function(module, "here", [], i64) as (e, _):
-            e.ret(affinity.current(e))
-        return e.function
-
-    assert compiled(ISAS[0], build, ctypes.c_int64)() in os.sched_getaffinity(0)

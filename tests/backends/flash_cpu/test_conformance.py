@@ -16,7 +16,6 @@ pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 from attnsuite.backends import AttentionSpec, Target, attention, plan, registry, support
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.isa import KNOWN
-from landing import swept
 
 ISAS = tuple(isa.name for isa in Processor.here().isas())  # the best first
 SPEC = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16)
@@ -77,17 +76,10 @@ def of_bias(shape, wanted):
     return run, arrays
 
 
-FORMS = {
-    "whole": (2, 4, 130, 150),
-    "of heads": (1, 4, 130, 150),
-    "of sequences": (2, 1, 130, 150),
-    "of pairs": (1, 1, 130, 150),
-    "of heads and keys": (1, 4, 1, 150),
-    "of keys": (1, 1, 1, 150),
-}
+FORMS = {"whole": (2, 4, 130, 150), "of keys": (1, 1, 1, 150)}
 
 
-@pytest.mark.parametrize("form", swept(FORMS, ("whole", "of keys")))
+@pytest.mark.parametrize("form", FORMS)
 def test_gradient_of_a_bias_begins_at_zero_whatever_lay_there(form):
     shape = FORMS[form]
     run, arrays = of_bias(shape, 3)
@@ -109,12 +101,6 @@ def test_gradient_of_a_bias_that_nobody_asks_for_is_not_computed():
 @pytest.mark.parametrize("name", ["flash_cpu", "chunked"])
 def test_every_random_problem_of_the_contract_is_supported(name):
     assert random_specs.unsupported(registry.get(name), 248, 0, Target.here()) == []
-
-
-def test_unsupported_problem_is_counted_with_its_reason():
-    found = random_specs.unsupported(registry.get("splash"), 20, 0, Target("tpu", "v5e"))
-    assert found
-    assert all("is not supported by splash" in reason for reasons in found for reason in reasons)
 
 
 @pytest.mark.parametrize("name", [isa.name for isa in KNOWN if isa.name not in ISAS])

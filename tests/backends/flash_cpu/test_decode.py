@@ -1,6 +1,7 @@
 """A decode step reads the cache where it lies, in either layout; planned for the other layout it would be copied."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -10,11 +11,17 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import Layout, Target, Terms, attention, plan, registry
-from attnsuite.backends.kv_cache import quantize
+from attnsuite.backends import Layout, Target, Terms, attention, masks, plan, registry
+from attnsuite.backends.flash_cpu import decode_parts
+from attnsuite.backends.flash_cpu.calls import Calls
 from attnsuite.backends.layout import key_rows
+from attnsuite.testing import layouts
+from attnsuite.testing.caches import Cache
+from attnsuite.testing.cases import case, leaning
+from attnsuite.testing.problems import arrays, solve, spec_of
 from declared import sized
 from drawn import draw
+from emitted import set_apart
 from landing import swept
 
 NHD = sized(1, 4096, B=2, N=8, K=4, needs_grad=False, has_seq_lengths=True)
@@ -69,57 +76,30 @@ def test_cache_of_any_kind_is_read_where_it_lies(spec, cache):
     assert compiled.memory_analysis().temp_size_in_bytes < math.prod(shape) * jnp.dtype(dtype).itemsize / 4
 
 
-def test_scan_over_layers_whose_caches_are_pages_copies_none():
-    """The caches are one pool, with a page for each layer and sequence."""
+@pytest.mark.parametrize("paged", [True, False])
+def test_scan_over_layers_copies_no_cache_but_what_xla_cuts_out_for_a_layer(paged):
+    """Caches of all layers are written in place. XLA cuts a layer's out of them, unless they are pages of one pool."""
     layers, batch, slots = 4, 2, 4096
-    spec = dataclasses.replace(NHD, page_size=slots, num_pages=layers * batch)
-    pool = jax.ShapeDtypeStruct((layers * batch, slots, 4, 64), jnp.float32)
+    spec = dataclasses.replace(NHD, **{"page_size": slots, "num_pages": layers * batch} if paged else {"batch": batch})
+    lead = (layers * batch,) if paged else (layers, batch)
+    caches = jax.ShapeDtypeStruct((*lead, slots, 4, 64), jnp.float32)
     query, new = (jax.ShapeDtypeStruct((batch, 1, heads, 64), jnp.float32) for heads in (8, 4))
 
     def step(keys, values, query, new, at):
         def layer(x, i):
             keys, values, query = x
-            keys, values = (jax.lax.dynamic_update_slice(c, new, (i * batch, at, 0, 0)) for c in (keys, values))
-            pages = (i * batch + jnp.arange(batch))[:, None]
+            written, place = (new, (i * batch, at, 0, 0)) if paged else (new[None], (i, 0, at, 0, 0))
+            keys, values = (jax.lax.dynamic_update_slice(c, written, place) for c in (keys, values))
+            pages = (i * batch + jnp.arange(batch))[:, None] if paged else None
             layout = Layout(page_table=pages, key_value_seq_lengths=jnp.full(batch, at + 1))
             made = plan(registry.get("flash_cpu"), spec, layout, target=Target.here())
-            return (keys, values, made.run(query, keys, values)[0]), None
+            read = (keys, values) if paged else (keys[i], values[i])
+            return (keys, values, made.run(query, *read)[0]), None
 
         return jax.lax.scan(layer, (keys, values, query), jnp.arange(layers))[0]
 
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, query, new, 7)
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < CACHE_BYTES / 4
-
-
-CACHES = ((13, None, 2, 1), (104, None, 8, 2), (8, "int8", 2, 3), (0, "int8", 8, 1), (16, "int8", 1, 1))
-EITHER = [(*cache, kv_layout) for cache in CACHES for kv_layout in ("NHD", "HND")]
-
-
-# Before a change lands each cache in one layout; pages, and int8, are in both.
-@pytest.mark.parametrize(
-    ("page_size", "kv_dtype", "kv_heads", "tokens", "kv_layout"), swept(EITHER, [EITHER[i] for i in (0, 3, 4, 7, 9)])
-)
-def test_cache_of_any_kind_gives_what_the_plain_formula_gives(page_size, kv_dtype, kv_heads, tokens, kv_layout):
-    """Heads of 40 numbers end inside a vector; entries behind the lengths are no pages."""
-    rng, slots, lengths = np.random.default_rng(0), 208, jnp.asarray([203, 77])
-    shape, options = (2, slots, kv_heads, 40), {"key_value_seq_lengths": lengths}
-    if page_size:
-        pages = 2 * slots // page_size
-        table = rng.permutation(pages).reshape(2, -1)
-        table[1, -(-77 // page_size) :] = -1
-        shape, options["page_table"] = (pages, page_size, kv_heads, 40), jnp.asarray(table, jnp.int32)
-    query, key, value = draw(2, tokens, 8, 40), draw(*shape, seed=1), draw(*shape, seed=2)
-    if kv_dtype:
-        key, options["key_scales"] = quantize(key, kv_dtype)
-        value, options["value_scales"] = quantize(value, kv_dtype)
-    if kv_layout == "HND":
-        key, value = (x.swapaxes(1, 2) for x in (key, value))
-        options |= {name: x.swapaxes(1, 2) for name, x in options.items() if name.endswith("scales")}
-    options |= {"is_causal": True, "query_positions": lengths[:, None] - tokens + jnp.arange(tokens)[None]}
-    options |= {"kv_layout": kv_layout, "needs_grad": False, "return_log_sum_exp": True}
-    found, right = (attention(query, key, value, backend=name, **options) for name in ("flash_cpu", "standard"))
-    for x, y in zip(found, right, strict=True):
-        np.testing.assert_allclose(x, y, atol=3e-6)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(caches, caches, query, new, 7)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < (0.25 if paged else 3) * CACHE_BYTES
 
 
 def test_mapped_step_over_pages_reads_the_pool_of_its_problem():
@@ -133,50 +113,109 @@ def test_mapped_step_over_pages_reads_the_pool_of_its_problem():
     np.testing.assert_allclose(mapped("flash_cpu"), mapped("standard"), atol=2e-6)
 
 
-def test_scan_over_layers_copies_the_layer_that_it_reads_and_no_other():
-    """XLA cuts a layer's keys and values out of the stacked caches, which are written in place."""
-    layers, spec = 4, dataclasses.replace(NHD, has_seq_lengths=False)
-    of_layers = jax.ShapeDtypeStruct((layers, 2, 4096, 4, 64), jnp.float32)
-    query, new = (jax.ShapeDtypeStruct((2, 1, heads, 64), jnp.float32) for heads in (8, 4))
-
-    def step(keys, values, query, new, at):
-        def layer(x, i):
-            keys, values, query = x
-            keys, values = (jax.lax.dynamic_update_slice(c, new[None], (i, 0, at, 0, 0)) for c in (keys, values))
-            made = plan(registry.get("flash_cpu"), spec, target=Target.here())
-            return (keys, values, made.run(query, keys[i], values[i])[0]), None
-
-        return jax.lax.scan(layer, (keys, values, query), jnp.arange(layers))[0]
-
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(of_layers, of_layers, query, new, 7)
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 3 * CACHE_BYTES
+# With what is added to scores, and with functions: bias, mask and slope arrays are read in place.
 
 
-def test_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match=r"kv_layout='BHSD' is not supported; use 'NHD' \(\[batch, length"):
-        dataclasses.replace(NHD, kv_layout="BHSD")
+def step(*terms, T=4, S=299, **options):
+    """A step of two sequences behind caches that end inside a vector of keys."""
+    layout = layouts.together(layouts.decoding(299, 90), *terms)
+    return case(T=T, S=S, N=4, K=2, is_causal=True, layout=layout, **{"needs_grad": False, **options})
 
 
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_step_with_a_gradient_has_the_kernels_output_and_the_plain_gradient(kv_layout):
-    query, cache = draw(2, 1, 4, 32), (draw(2, 700, 2, 32, seed=1), draw(2, 700, 2, 32, seed=2))
-    cache = cache if kv_layout == "NHD" else tuple(x.swapaxes(1, 2) for x in cache)
-    lengths = jnp.asarray([700, 301], jnp.int32)
+STEPS = {
+    "alibi": step(layouts.alibi),
+    "alibi-pages": step(layouts.alibi, T=1, S=304, cache=Cache(page_size=16)),
+    "bias": step(layouts.bias(heads=True)),
+    "bias-broadcast": step(layouts.bias(heads=False), T=1, logits_soft_cap=4.0),
+    "bias-of-minus-infinity": step(layouts.closing_bias),
+    "mask": step(layouts.mask(heads=True), T=1),
+    "everything": step(
+        layouts.mask(heads=True), layouts.bias(heads=True), layouts.alibi, layouts.sinks, T=16,
+        score_function=leaning, logits_soft_cap=3.0,
+    ),
+    "score": step(score_function=leaning),
+    "sinks": step(layouts.sinks, T=1, return_log_sum_exp=True),
+    "function": step(T=1, mask_function=masks.Dilated(2), dtype="bfloat16"),
+}  # fmt: skip
 
-    def run(name, *arrays, **options):
-        options = {"key_value_seq_lengths": lengths, "kv_layout": kv_layout, "on_unavailable": "raise", **options}
-        return attention(*arrays, backend=name, **options)
 
-    @jax.jit
-    def gradients(*arrays):
-        names = ("standard", "flash_cpu", "chunked")
-        return [jax.grad(lambda *x, name=name: (run(name, *x) ** 2).sum(), (0, 1, 2))(*arrays) for name in names]
+@functools.cache
+def problem(name, kv_layout="NHD"):
+    given = dataclasses.replace(STEPS[name], options={**STEPS[name].options, "kv_layout": kv_layout})
+    layout, terms, inputs = arrays(given, name)
+    return solve(spec_of(given, layout, terms, inputs), layout, inputs, terms)
 
-    for backend in ("flash_cpu", "chunked"):
-        output = run(backend, query, *cache)
-        np.testing.assert_array_equal(output, run(backend, query, *cache, needs_grad=False))
-        np.testing.assert_allclose(output, run("standard", query, *cache), atol=2e-6)
-    expected, *all_found = gradients(query, *cache)
-    for found in all_found:
-        for x, right in zip(found, expected, strict=True):
-            np.testing.assert_allclose(x, right, atol=2e-6)
+
+@pytest.fixture
+def decode_alone(monkeypatch):
+    def not_asked(*_, **__):
+        raise AssertionError("the forward kernel is made for many queries")
+
+    monkeypatch.setattr(Calls, "forward", not_asked)
+
+
+@pytest.mark.parametrize("kv_layout", swept(["NHD", "HND"], ["HND"]))
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.usefixtures("decode_alone")
+def test_step_with_terms_takes_the_decode_kernel_and_passes_the_judge(name, kv_layout):
+    given = problem(name, kv_layout)
+    made = plan(registry.get("flash_cpu"), given.spec, given.layout, target=Target.here())
+    found = jax.tree.leaves(made.run(*given.inputs[:3], terms=given.terms)[0])
+    quantities = ("output", "log_sum_exp")[: 1 + given.spec.return_log_sum_exp]
+    for quantity, result in zip(quantities, found, strict=True):
+        verdict = given.verdict(quantity, result)
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.usefixtures("decode_alone")
+def test_a_block_that_the_last_head_does_not_see_is_seen_by_the_others(name):
+    rng = np.random.default_rng(0)
+    query, key, value = draw(2, 1, 4, 32), draw(2, 256, 4, 32, seed=1), draw(2, 256, 4, 32, seed=2)
+    seen = np.repeat(rng.random((2, 4, 1, 4)) < 0.5, 64, 3)
+    seen[:, :, :, -1], seen[:, -1, :, :-1] = True, False
+    array = {"mask": jnp.asarray(seen), "bias": jnp.asarray(np.where(seen, 0, -np.inf), jnp.float32)}[name]
+    run = functools.partial(attention, query, key, value, needs_grad=False, **{name: array})
+    np.testing.assert_allclose(run(backend="flash_cpu"), run(backend="standard"), atol=2e-6)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_row_whose_keys_are_all_at_the_least_number_averages_them(queries):
+    query, key, value = draw(1, queries, 2, 32), draw(1, 40, 2, 32, seed=1), draw(1, 40, 2, 32, seed=2)
+    bias = jnp.full((1, 1, queries, 40), jnp.finfo(jnp.float32).min)
+    out = attention(query, key, value, bias=bias, backend="flash_cpu", needs_grad=False)
+    np.testing.assert_allclose(out, jnp.broadcast_to(value.mean(1, keepdims=True), out.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_key_at_the_largest_number_takes_its_rows(queries):
+    query, key, value = draw(1, queries, 2, 32), draw(1, 40, 2, 32, seed=1), draw(1, 40, 2, 32, seed=2)
+    bias = jnp.zeros((1, 1, queries, 40)).at[..., 3].set(jnp.finfo(jnp.float32).max)
+    out = attention(query, key, value, bias=bias, backend="flash_cpu", needs_grad=False)
+    np.testing.assert_allclose(out, jnp.broadcast_to(value[:, 3:4], out.shape), atol=1e-6)
+
+
+def _hidden_from_one_head(keys=99):
+    """A step whose second head may not see a slot that its group's first head sees, where the value is NaN."""
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        rng.standard_normal((1, n, heads, 32), np.float32) for n, heads in ((1, 2), (keys, 1), (keys, 1))
+    )
+    value[0, 40] = np.nan
+    mask = np.ones((1, 2, 1, keys), bool)
+    mask[0, 1, 0, 40] = False
+    run = functools.partial(attention, jnp.asarray(query), jnp.asarray(key), mask=jnp.asarray(mask), needs_grad=False)
+    return (np.asarray(run(jnp.asarray(x), backend="flash_cpu"))[0, 0] for x in (value, np.nan_to_num(value)))
+
+
+@pytest.mark.usefixtures("decode_alone")
+def test_nan_reaches_no_row_that_a_mask_hides_it_from():
+    out, right = _hidden_from_one_head()
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[1], right[1])
+
+
+def test_nan_would_reach_it_if_hidden_keys_had_the_weight_zero(monkeypatch, tmp_path):
+    set_apart(monkeypatch, tmp_path, "decode, fault: weight of zero")
+    monkeypatch.setattr(decode_parts, "_NO_WEIGHT", 0.0)
+    assert np.isnan(next(_hidden_from_one_head(keys=98))).all()  # a program of its own

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
-from attnsuite.backends import Target, attention, make_spec, masks, registry, scores, support
+from attnsuite.backends import Target, attention, masks, registry, scores
 from attnsuite.backends.flash_cpu import expression
 from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i32, ptr, vector
 from attnsuite.testing import checks, problems
@@ -36,15 +36,17 @@ SCORES = {
     "no-gradient": lambda s, b, h, q, k: s * jax.lax.stop_gradient(jnp.tanh(s)),
 }
 UNSUPPORTED = {
-    "large": lambda q, k: jnp.asarray(LARGE)[q] == k,
-    "of half": lambda q, k: jnp.asarray(TABLE.astype(np.float16))[q] > 0,
-    "changed": lambda q, k: (jnp.asarray(LARGE[:9]) + q)[k] > 0,
-    "of a block": lambda q, k: q[:, :1] == k,
-    "of many": lambda q, k: jnp.concatenate([jnp.stack([q, k])] * 2)[0] > k,
-    "choice": lambda q, k: jax.lax.select_n(q % 3, q, k, -k) > 0,
-    "loop": lambda q, k: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, q) > k,
-    "condition": lambda q, k: jax.lax.cond(q > 3, lambda: k, lambda: -k) > 0,
-    "too long": masks.Tree(tuple(range(-1, 60))),
+    "large": (lambda q, k: jnp.asarray(LARGE)[q] == k, "it holds an array int32.65537., and the kernels read"),
+    "of half": (lambda q, k: jnp.asarray(TABLE.astype(np.float16))[q] > 0, "it holds an array float16"),
+    "changed": (lambda q, k: (jnp.asarray(LARGE[:9]) + q)[k] > 0, "it uses add of"),
+    "of a block": (lambda q, k: q[:, :1] == k, "it cannot be traced with one pair"),
+    "choice": (
+        lambda q, k: jax.lax.select_n(q % 3, q, k, -k) > 0,
+        "it chooses by int32, and the kernels choose by a bool",
+    ),
+    "loop": (lambda q, k: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, q) > k, "it uses scan"),
+    "condition": (lambda q, k: jax.lax.cond(q > 3, lambda: k, lambda: -k) > 0, "it uses cond"),
+    "too long": (masks.Tree(tuple(range(-1, 60))), "more than 4000"),
 }
 MASKS = (
     masks.Dilated(3) | masks.Neighbourhood(4, 2),
@@ -99,24 +101,12 @@ def test_mask_is_that_of_jax(mask):
             np.testing.assert_array_equal(evaluated(isa, code, (query, key))[0] == 1, mask(query, key))
 
 
-@pytest.mark.parametrize(
-    ("name", "clause"),
-    [
-        ("large", "it holds an array int32.65537., and the kernels read"),
-        ("of half", "it holds an array float16"),
-        ("choice", "it chooses by int32, and the kernels choose by a bool"),
-        ("changed", "it uses add of"),
-        ("loop", "it uses scan"),
-        ("condition", "it uses cond"),
-        ("of a block", "it cannot be traced with one pair"),
-        ("too long", "more than 4000"),
-    ],
-)
-def test_function_that_the_kernels_do_not_have_is_unsupported_with_its_reason(name, clause):
-    with pytest.raises(
-        expression.UnsupportedError, match=f"mask_function=.* is not supported by flash_cpu: .*{clause}"
-    ):
-        expression.of_mask(UNSUPPORTED[name])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_function_that_the_kernels_do_not_have_is_unsupported_with_its_reason(name):
+    function, clause = UNSUPPORTED[name]
+    words = f"mask_function=.* is not supported by flash_cpu: .*{clause}"
+    with pytest.raises(expression.UnsupportedError, match=words):
+        expression.of_mask(function)
 
 
 def test_traced_array_is_unsupported():
@@ -171,15 +161,6 @@ def test_function_means_the_same_where_python_numbers_are_of_64_bits():
         code = expression.of_score(softer)
         with jax.enable_x64(new_val=True):
             assert expression.of_score(softer) == code
-
-
-def test_support_names_what_the_function_uses():
-    x = jnp.ones((1, 20, 1, 16))
-    spec = make_spec(x, x, x, mask_function=masks.Where(UNSUPPORTED["large"]))
-    found = support(registry.get("flash_cpu"), spec, Target.here())
-    assert not found
-    assert found.reasons[0].endswith("; use backend='chunked'.")
-    assert support(registry.get("chunked"), spec, Target.here())
 
 
 @pytest.mark.parametrize("hidden_by", ["mask_function", "mask and bias"])

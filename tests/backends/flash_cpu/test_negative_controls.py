@@ -15,15 +15,7 @@ from attnsuite.testing import checks, problems
 pytest.importorskip("llvmlite", reason="the kernels are compiled by llvmlite")
 
 from attnsuite.backends import Target, registry
-from attnsuite.backends.flash_cpu import (
-    backward_rows,
-    decode,
-    masking,
-    products,
-    rows,
-    running_sums,
-    slopes,
-)
+from attnsuite.backends.flash_cpu import backward_rows, decode, masking, products, rows, running_sums, slopes
 from attnsuite.backends.flash_cpu.compiler import Processor
 from attnsuite.backends.flash_cpu.emit import Function, Value, f32, i64, ptr, vector
 from emitted import set_apart

@@ -19,7 +19,7 @@ if not PAGE.is_file():
 HASWELL = Processor("x86_64-unknown-linux-gnu", "haswell", (("avx2", True), ("f16c", True), ("fma", True)))
 
 
-def listing(language: str) -> str:
+def listing(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
 
 

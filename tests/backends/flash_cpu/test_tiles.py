@@ -18,7 +18,7 @@ from attnsuite.backends.flash_cpu.emit import Function, ptr
 from attnsuite.backends.flash_cpu.forward import Kernel
 from attnsuite.backends.flash_cpu.isa import AMX_BF16, AVX512, AVX512_BF16
 from attnsuite.backends.flash_cpu.visibility import visibility
-from emitted import ISAS, assembly, call, compiled, set_apart
+from emitted import ISAS, assembly, call, set_apart
 from emulated_tiles import emulate
 
 SAPPHIRE_RAPIDS = Processor("x86_64-unknown-linux-gnu", "sapphirerapids", tuple((x, True) for x in AMX_BF16.needs))
@@ -117,37 +117,9 @@ def test_emulated_instruction_is_the_published_one(monkeypatch):
         np.testing.assert_array_equal(found, c + (halves[0] + halves[1]))
 
 
-def test_registers_have_sizes_that_multiply_and_the_configuration_says_so():
+def test_configuration_of_the_registers_begins_as_the_processor_wants():
+    """The sizes that follow are read by the emulation."""
     assert (len(tiles.configuration()), tiles.configuration()[:16]) == (64, bytes([1]) + bytes(15))
-    assert tuple(np.frombuffer(tiles.configuration(), np.uint8)[48:56]) == tuple(rows for rows, _ in tiles.SIZES)
-    assert tuple(np.frombuffer(tiles.configuration(), np.uint16)[8:16]) == tuple(width for _, width in tiles.SIZES)
-    for left, right in (tiles.WHOLE, tiles.HALF):
-        assert tiles.SIZES[left][1] == 4 * tiles.SIZES[right][0]
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("vectors", [1, 2, 3, 4])
-@pytest.mark.usefixtures("instructions")
-def test_product_of_any_number_of_tiles(vectors, accumulate):
-    rng, width, most = np.random.default_rng(0), 16 * vectors, 40
-    a, b = rng.standard_normal((64, 2 * most)), rng.standard_normal((most, width, 2))
-    a, b, c = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), rng.standard_normal((64, width)).astype(np.float32)
-
-    def build(module):
-        tile = tiles.Tile(16, vectors, most, 1, width, width, accumulate=accumulate, pack=2)
-        made = tiles.product(module, "product", tile)
-        with Function(module, "configured", [ptr] * 3 + [tiles.i64] * 2) as (e, arguments), tiles.configured(e):
-            e.run(made, *arguments)
-        return e.function
-
-    multiply = compiled(AMX_BF16, build)
-    for rows, terms in ((16, 16), (32, 8), (48, 40)):
-        out = c.copy()
-        multiply(a.view(np.int16), b.view(np.int16), out, terms, rows)
-        wide = a[:rows, : 2 * terms].astype(np.float64)
-        right = wide @ b[:terms].astype(np.float64).transpose(0, 2, 1).reshape(2 * terms, width)
-        np.testing.assert_allclose(out[:rows], right + c[:rows] * accumulate, rtol=0, atol=2e-5)
-        np.testing.assert_array_equal(out[rows:], c[rows:])
 
 
 def _function(text, name):

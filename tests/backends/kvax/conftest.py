@@ -7,11 +7,11 @@ import pytest
 from attnsuite.backends.kvax import availability
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("markers", "needs_kvax: runs Kvax's own kernels (extra 'kvax'; tox -e kvax)")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     if item.get_closest_marker("needs_kvax") is None:
         return
     if reasons := availability.missing("interpret"):

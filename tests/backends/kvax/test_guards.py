@@ -43,12 +43,7 @@ def check(case, **options):
     check_accuracy(run(case, **options)(*case.inputs), case)
 
 
-SMALL = {
-    "query_block_size": 64,
-    "kv_block_size": 64,
-    "backward_query_block_size": 64,
-    "backward_kv_block_size": 64,
-}
+SMALL = {"query_block_size": 64, "kv_block_size": 64, "backward_query_block_size": 64, "backward_kv_block_size": 64}
 PACKED = np.repeat([1, 0], 192)
 RETURNING = np.repeat([1, 0, 1], 128)
 PADDED = np.repeat([0, 3, -1], [100, 140, 144])

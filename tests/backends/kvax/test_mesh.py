@@ -46,30 +46,6 @@ for name, (shape, axes, divides, cases) in {DEALT}.items():
     assert in_four_devices(code).splitlines() == dealt
 
 
-@pytest.mark.thorough
-def test_wrong_order_of_the_queries_is_seen():
-    """Negative control: queries that are dealt in Kvax's order but not taken back are not the answer."""
-    code = """
-import dataclasses, jax, numpy as np
-from attnsuite.testing import checks, problems
-from attnsuite.backends import MeshAxes, Sharded, Target
-from attnsuite.backends.kvax import KVAX, interpret
-
-interpreted = dataclasses.replace(interpret.interpreted(), unpermute_tokens=lambda x, mesh: x)
-interpret.interpreted = lambda: interpreted
-mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-
-problem = problems.problem("causal")
-sharded = Sharded(KVAX, mesh, MeshAxes(context="x"))
-results = checks.compiled(sharded, problem, Target.here(), "interpret")(*problem.inputs)
-try:
-    checks.check_accuracy(results, problem)
-except AssertionError as error:
-    print(str(error)[:20])
-"""
-    assert in_four_devices(code).startswith("output: Verdict")
-
-
 def test_inside_a_callers_own_shard_map():
     """Without a mesh the kernels run where the arrays are, so a caller may deal them himself."""
     code = """

@@ -1,23 +1,17 @@
 """What Kvax takes and refuses, judged for any target on any machine, and the options of its plan."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnsuite.backends import (
-    BackendFallbackWarning,
-    Layout,
-    MeshAxes,
-    Target,
-    resolve,
-    support,
-)
+from attnsuite.backends import BackendFallbackWarning, Layout, MeshAxes, Target, resolve, support
 from attnsuite.backends.choices import Choice, Source, problem_of, to_json
 from attnsuite.backends.kvax import KVAX, availability, backend, block_sizes
 from declared import sized
+from script import python
 
 A100, H100, B200 = (Target("cuda", kind) for kind in ("a100", "h100", "b200"))
 
@@ -28,35 +22,24 @@ def spec(**changes):
 
 
 @pytest.mark.parametrize("target", [A100, H100, B200])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"is_causal": False},
-        {"dtype": "float16"},
-        {"head_dim": 256},
-        {"head_dim": 192, "value_head_dim": 128},
-        {"num_heads": 7, "num_kv_heads": 1},
-        {"query_length": 1, "has_positions": True},
-        {"query_length": 1000, "key_value_length": 333},
-        {"has_segment_ids": True, "has_positions": True, "has_seq_lengths": True},
-    ],
-)
-def test_takes_what_its_kernels_have_on_a_gpu_that_is_not_here(changes, target):
-    assert support(KVAX, spec(**changes), target)
+def test_takes_values_narrower_than_keys_on_a_gpu_that_is_not_here(target):
+    assert support(KVAX, spec(head_dim=192, value_head_dim=128, has_segment_ids=True, has_seq_lengths=True), target)
 
 
 def test_interprets_on_a_cpu_only():
     assert "JAX_PLATFORMS=cpu" in support(KVAX, spec(), H100, "interpret").reasons[0]
 
 
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_missing_packages_are_the_reason(mode):
+@pytest.mark.parametrize(
+    ("target", "mode"),
+    [(Target("cpu"), "interpret"), (H100, "compile"), (dataclasses.replace(H100, present=True), "native")],
+)
+def test_missing_packages_are_the_reason(target, mode):
     bare = dataclasses.replace(KVAX, missing=lambda mode: (f"nothing here to {mode} with.",))
-    target = Target("cpu") if mode == "interpret" else H100
     assert support(bare, spec(), target, mode).reasons == (f"nothing here to {mode} with.",)
     with pytest.raises(ImportError, match=f"nothing here to {mode}"):
         bare.plan(spec(), Layout(), target=target, mode=mode)
+    assert support(bare, spec(), H100)  # natively, packages matter only where the device is
 
 
 @pytest.mark.needs_kvax
@@ -65,12 +48,6 @@ def test_a_plan_for_xla_to_compile_needs_what_a_native_one_does(monkeypatch):
     assert support(KVAX, spec(), H100, "compile")
     with pytest.raises(ImportError, match="no jax-triton"):
         KVAX.plan(spec(), Layout(), target=H100, mode="compile")
-
-
-def test_packages_matter_natively_only_where_the_device_is():
-    bare = dataclasses.replace(KVAX, missing=lambda _: ("no kvax.",))
-    assert support(bare, spec(), H100)
-    assert support(bare, spec(), dataclasses.replace(H100, present=True)).reasons == ("no kvax.",)
 
 
 def test_is_asked_for_by_name_on_a_gpu_and_auto_says_that_nothing_was_measured():
@@ -83,24 +60,14 @@ def test_is_asked_for_by_name_on_a_gpu_and_auto_says_that_nothing_was_measured()
     assert fallback is resolve("auto", spec(), Target("cpu")).backend
 
 
-ASKED = """
+@pytest.mark.needs_kvax
+def test_asking_whether_it_can_be_interpreted_imports_its_packages_and_touches_no_device(loaded_by):
+    initialised, packages = loaded_by("""
 from attnsuite.backends import AttentionSpec, Target, registry, support
 spec = AttentionSpec(batch=1, query_length=8, key_value_length=8, num_heads=1, num_kv_heads=1, head_dim=16,
                      dtype="bfloat16")
-found = support(registry.get("kvax"), spec, Target("{0}", {1}), "{2}")
-"""
-
-
-def test_asking_about_a_gpu_that_is_not_here_imports_nothing_and_touches_no_device(loaded_by):
-    initialised, packages = loaded_by(ASKED.format("cuda", "'h100'", "native") + "assert found")
-    assert initialised is False
-    assert not packages & {"kvax", "triton", "jax_triton"}
-    assert "attnsuite" in packages
-
-
-@pytest.mark.needs_kvax
-def test_asking_whether_it_can_be_interpreted_imports_its_packages_and_touches_no_device(loaded_by):
-    initialised, packages = loaded_by(ASKED.format("cpu", "None", "interpret") + "assert found")
+assert support(registry.get("kvax"), spec, Target("cpu"), "interpret")
+""")
     assert initialised is False
     assert "triton" in packages  # only what imports can be trusted
     assert "kvax" not in packages  # a private copy
@@ -127,21 +94,6 @@ def test_kvax_deals_the_length_itself_and_nothing_else():
     assert KVAX.sharded(MESH, MeshAxes(context="data", exchange="ring")) is None
 
 
-def test_layout_may_be_traced_without_kvax():
-    """The guards are plain JAX; what they make of a layout does not depend on the packages."""
-    from attnsuite.backends.kvax import converted_layout as layouts
-
-    ids = jnp.asarray(np.repeat([7, -1, 10**9, 7], 32).astype(np.int32)[None])
-    small = spec(batch=1, query_length=128, key_value_length=128, has_segment_ids=True)
-    made = jax.jit(lambda x: layouts.convert(small, x, 256, 256))(
-        Layout(query_segment_ids=ids, key_value_segment_ids=ids)
-    )
-    assert made.key_segment_ids[0].tolist() == [0] * 32 + [257] * 32 + [64] * 32 + [0] * 32 + [257] * 128
-    assert made.query_segment_ids[0].tolist() == [0] * 32 + [-1] * 32 + [64] * 32 + [0] * 32 + [-1] * 128
-    assert made.keys_in_order.tolist() == made.queries_in_order.tolist() == [False]
-    assert made.seen[0].tolist() == [True] * 32 + [False] * 32 + [True] * 64
-
-
 def test_policy_of_tuned_options_comes_between_the_generation_and_the_caller(tmp_path):
     problem = spec(num_kv_heads=8, head_dim=64)
     passes = {False: {"kv_block_size": 32, "num_stages": 2}, True: {"backward_num_warps": 4}}
@@ -161,3 +113,94 @@ def test_candidates_for_tuning_are_accepted_options_and_hold_the_generations_own
     candidates = KVAX.candidates(spec(needs_grad=needs_grad), H100, {})
     assert KVAX.defaults(spec(needs_grad=needs_grad), H100, {}) in candidates
     assert all(block_sizes.choose(spec(), H100, options) for options in candidates)
+
+
+# Probing never raises: every way in which an environment can be wrong is a reason with the line that mends it.
+
+GOOD = {"kvax": "0.1.0", "triton": "3.7.1", "chex": "0.1.92", "jax-triton": "0.3.1"}
+INSTALL = "pip install '.[kvax]'"
+
+
+@pytest.fixture
+def reasons(monkeypatch):
+    """Why Kvax cannot be used beside packages of these versions."""
+
+    def ask(versions, mode="interpret"):
+        monkeypatch.setattr(availability.metadata, "version", versions.__getitem__)
+        return availability.missing.__wrapped__(mode)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "accepted"),
+    [
+        ("kvax", "0.2.0", "0.1.0 or newer, older than 0.1.1"),
+        ("triton", "3.5.1", "3.6 or newer, older than 3.8"),
+        ("triton", "3.8.0", "3.6 or newer, older than 3.8"),
+        ("triton", "3.9.0+git123", "3.6 or newer, older than 3.8"),
+        ("triton", "nightly", "3.6 or newer, older than 3.8"),
+        ("chex", "0.1.7", "0.1.85 or newer, older than 0.2"),
+        ("jax-triton", "0.4.1", "0.3.1 or newer, older than 0.3.2"),
+    ],
+)
+def test_wrong_version_is_named_with_the_right_ones(reasons, package, version, accepted):
+    (found,) = reasons(GOOD | {package: version}, "native" if package == "jax-triton" else "interpret")
+    assert found == f"kvax needs {package} {accepted}, and found {version}; {INSTALL}."
+
+
+def test_every_missing_package_is_named(reasons):
+    """Damaged metadata too: its error is a KeyError here."""
+    found = reasons({}, "native")
+    assert len(found) == len(availability.NATIVE_VERSIONS)
+    for reason, package in zip(found, availability.NATIVE_VERSIONS, strict=True):
+        assert f"the package {package} (" in reason
+        assert f"not installed; {INSTALL}" in reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "package", "source", "what"),
+    [
+        ("native", "jax_triton", "raise ImportError('no GPU.\\nSee there.')", "ImportError: no GPU.; found kvax 0.1.0"),
+        ("native", "jax_triton", "raise RuntimeError", "RuntimeError: no message"),
+        ("interpret", "triton", "import types; types.no_name", "AttributeError: module 'types' has no attribute"),
+    ],
+    ids=["ImportError", "no message", "AttributeError"],
+)
+def test_whatever_the_import_raises_is_the_reason(tmp_path, mode, package, source, what):
+    """In a process that finds such packages, metadata and all, before any other."""
+    for name, version in GOOD.items():
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / f"{package}.py").write_text(source)
+    code = f"from attnsuite.backends.kvax import availability; print('\\n'.join(availability.missing({mode!r})))"
+    found = python("-c", code, folder=tmp_path, first=tmp_path).stdout.strip()
+    assert found.startswith("kvax does not import here (")
+    assert what in found
+    assert "found kvax 0.1.0, triton 3.7.1" in found
+    assert INSTALL in found
+    assert ("jax[cuda12]" in found) == (mode == "native")
+
+
+@pytest.mark.needs_kvax
+def test_nothing_is_missing_where_the_extra_is_installed():
+    assert availability.missing("interpret") == ()
+    assert availability.missing("compile") == ()
+
+
+def test_extra_and_probe_ask_for_the_same():
+    pyproject = Path(__file__).parents[3] / "pyproject.toml"
+    if not pyproject.is_file():
+        pytest.skip("the checkout is not here")
+    import tomllib
+
+    extra = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["kvax"]
+    ranges = {"triton>=3.6,<3.8", "chex>=0.1.85,<0.2", "kvax==0.1.0", "jax-triton==0.3.1"}
+    assert set(extra) == ranges
+    assert availability.NATIVE_VERSIONS == {
+        "kvax": ((0, 1, 0), (0, 1, 1)),
+        "triton": ((3, 6), (3, 8)),
+        "chex": ((0, 1, 85), (0, 2)),
+        "jax-triton": ((0, 3, 1), (0, 3, 2)),
+    }
