@@ -46,7 +46,7 @@ _ALONE: _Compared = ({}, {}, "")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamedText:
-    """A :class:`.kinds.text_case.TextCase` of any name and number of sequences: one is enough here."""
+    """A :class:`.kinds.quality_case.TextCase` of any name and number of sequences: one is enough here."""
 
     name: str
     model: str

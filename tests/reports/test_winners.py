@@ -4,8 +4,7 @@ import pytest
 
 from attnsuite import reports
 from attnsuite.reports.cells import group
-from attnsuite.reports.plot import Square, draw
-from attnsuite.reports.winners import winners
+from attnsuite.reports.plot import Square, draw, winners
 
 FAST, SLOW = ([scale * (1 + 0.001 * i) for i in range(10)] for scale in (0.01, 0.1))
 NOISE = (1.02, 0.97, 1.01, 0.99, 1.03, 0.98, 1.0, 0.985, 1.015, 0.995)

@@ -29,10 +29,10 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program, model_quality
 from attnsuite.suite.kinds.kascade import calibration_run, dense
-from attnsuite.suite.kinds.kascade.case_flags import applied
+from attnsuite.suite.kinds.kascade.extension import applied
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.model_case import ModelCase
-from attnsuite.suite.kinds.text_case import TextCase
+from attnsuite.suite.kinds.quality_case import TextCase
 from attnsuite.suite.measure import tokens as suite_text
 from attnsuite.suite.store import parse_records
 from attnsuite.suite.verbs.calibrate import Calibrate

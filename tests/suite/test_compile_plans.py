@@ -18,7 +18,7 @@ from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
 from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_case
-from attnsuite.suite.kinds.kascade.case_flags import applied
+from attnsuite.suite.kinds.kascade.extension import applied
 from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.stack_case import StackCase

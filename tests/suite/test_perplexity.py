@@ -15,8 +15,7 @@ from attnsuite.suite.errors import InputError
 from attnsuite.suite.flag_values import parse_options
 from attnsuite.suite.kinds import model_program, model_quality
 from attnsuite.suite.kinds.model_case import ModelCase
-from attnsuite.suite.kinds.retrieval_case import RetrievalCase
-from attnsuite.suite.kinds.text_case import TextCase
+from attnsuite.suite.kinds.quality_case import RetrievalCase, TextCase
 from attnsuite.suite.store import parse_records
 from command import code_of
 
