@@ -154,7 +154,7 @@ def test_cell_that_hangs_is_ended_and_becomes_a_record_without_samples(foreign, 
     monkeypatch.syspath_prepend(foreign)
     context = context_of(limits=Limits(3.0, 2**30))
     with contextlib.closing(References(60.0)) as references:
-        (record,) = in_turns([cell_of(CASE, "hanging")], references, context)
+        (record,) = in_turns([cell_of(CASE, "hanging")], dataclasses.replace(context, references=references))
     assert (record.status, record.samples) == ("timeout", ())
     assert record.error == "no answer within 3 s (--cell-timeout)."
 
