@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from ..cell import Cell, Means, Prepared, Request
 from ..measure import tensor_errors
-from ..typed import Seed
+from ..typed import Count, Seed
 from . import kind_of
 from .kind import (
     LOSS,
@@ -44,7 +44,7 @@ class TextCase:
     name: str = ""
     model: str = "text"
     sequence: Least = 512
-    sequences: Least = 16
+    sequences: Count = 16
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:

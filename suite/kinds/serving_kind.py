@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from attnsuite.models import TextFile
 
 from ..cell import Cell, Means, Prepared, Request
 from ..errors import CellFailure
+from ..measure.program import Draw
 from .kind import Kind, of_backends
 from .serving_case import ServingCase
-
-if TYPE_CHECKING:
-    from ..measure.program import Draw
 
 
 class Serving(Kind):

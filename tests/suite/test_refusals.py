@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from attnsuite.models import load_shipped, save
-from attnsuite.suite.verbs import FORMER
 
 NINES = "9" * 5000
 CURVES, KASCADE = ["--suite", "curves", "--out", "out"], ["--suite", "kascade", "--out", "out"]
@@ -220,7 +219,6 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "compare-runs": [([], "compare")],
     "walk": [([], "walk")],
-    **{verb: [(["--out", "out"], f"{verb} is no longer a verb; use {FORMER[verb]}.")] for verb in FORMER},
 }
 
 
