@@ -4,6 +4,7 @@ from attnsuite.submodules import submodules_of
 
 from .answer import answer_lines as answer_lines
 from .answer import installs as installs
+from .answer import unmeasured as unmeasured
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .pages.compiled import compiled_overview as compiled_overview

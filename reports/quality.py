@@ -16,9 +16,9 @@ from pathlib import PurePath
 
 from attnsuite.suite import statistics
 from attnsuite.suite.kinds import phase_of
-from attnsuite.suite.model_suite import NAME, model_suites
 from attnsuite.suite.reportable import STANDARD, is_trusted
 from attnsuite.suite.statistics import Interval
+from attnsuite.suite.suites import CHECKPOINT, model_suites
 
 from .cells import Cell, Group, by_kind, cells_of
 from .columns import BACKEND, CASE, EXACT, FIGURES
@@ -119,7 +119,7 @@ def _reading(cell: Cell, one: Series) -> str | None:
 
 def model_table(groups: Sequence[Group]) -> Table | None:
     """The table; None for cells of another suite."""
-    members = [g for g in groups if all(cell.record.suite in (NAME, *model_suites()) for cell in g.cells)]
+    members = [g for g in groups if all(cell.record.suite in (CHECKPOINT, *model_suites()) for cell in g.cells)]
     names = dict.fromkeys(
         cell.record.requested
         for cell in cells_of(members)

@@ -24,12 +24,10 @@ from ..kinds import extensions, kind_of, make_case, with_flags
 from ..measure.environment import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
-from ..model_suite import ModelSuiteFlags, model_suite
-from ..model_suite import rows as model_suite_rows
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import Manifest, TextIdentity, read_manifest, require_run
-from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
+from ..suites import SUITES, ModelSuiteFlags, Shard, Suite, find_suite, model_rows, model_suite, parse_shard, select
 from ..typed import Scalar
 from ..user_function import digests, files_of, is_reference, known_row
 from . import work
@@ -143,7 +141,7 @@ def new_request(
     elif suite.suite:
         found = model_suite(suite)
     else:
-        requested = list(model_suite_rows(names() if requested is None else requested))
+        requested = list(model_rows(names() if requested is None else requested))
         found = model_suite(suite, requested)
     found = dataclasses.replace(found, cases=with_flags(flags, found.cases))
     if requested is None and flags:  # the other rows do not depend on what is swept

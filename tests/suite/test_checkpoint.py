@@ -24,7 +24,7 @@ from attnsuite.models import (
 )
 from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
-from attnsuite.suite import model_suite
+from attnsuite.suite import suites as model_suite
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program, model_quality
@@ -167,8 +167,8 @@ def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_
     assert {case.model for case in cases} == {str(shipped.resolve())}
     assert all(case.ragged and case.batch == 3 for case in cases[:2])
     assert len(model_suite.model_suite(words).cases) == 3
-    assert {"dense", "random_tiles"} <= set(model_suite.rows(["standard", "kascade"]))
-    assert model_suite.rows(["standard"]) == ("standard",)
+    assert {"dense", "random_tiles"} <= set(model_suite.model_rows(["standard", "kascade"]))
+    assert model_suite.model_rows(["standard"]) == ("standard",)
     small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
     found = find_cells(("standard", "kascade", "dense"), small)["cells"]
     plans = {(cell.case.name, cell.row): cell for cell in found}

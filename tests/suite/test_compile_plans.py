@@ -13,7 +13,7 @@ import pytest
 
 from attnsuite.backends import Target, names, registry
 from attnsuite.backends.kascade import manual
-from attnsuite.suite import model_suite
+from attnsuite.suite import suites as model_suite
 from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
@@ -184,8 +184,8 @@ def test_a_checkpoints_timed_rows_are_refused_for_tiles_that_the_kernel_does_not
     """On a TPU the rows said native and crashed in plan."""
     on(kind)
     cases = model_suite.model_suite(model_suite.ModelSuiteFlags(model=shipped, sequence=256), ["kascade"]).cases
-    found = planned(cases, model_suite.rows(["standard", "kascade"]))
-    fits = planned(applied({"tile_size": 128}, cases), model_suite.rows(["standard", "kascade"]))
+    found = planned(cases, model_suite.model_rows(["standard", "kascade"]))
+    fits = planned(applied({"tile_size": 128}, cases), model_suite.model_rows(["standard", "kascade"]))
     for case in ("model_prefill", "model_decode"):
         (what,) = found[case, "kascade"]
         assert what == ("kascade native" if kind == "h100" else "splash fallback")

@@ -208,7 +208,7 @@ def test_refused_cell_carries_every_reason_and_what_would_run_and_nothing_is_mea
         "refusing: refusing takes no head_dim at all.",
         "refusing: refusing does not like Mondays.",
     )
-    assert "refusing: unsupported in 1 of 1 cases: refusing: " in stdout + stderr
+    assert "refusing is unsupported in 1 of 1 case: refusing: " in stdout + stderr
 
 
 def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time(run):
