@@ -189,7 +189,8 @@ def prepare(each: Running, reference: Path | CellFailure | InputError | None, co
     if isinstance(reference, Exception):
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case.name, each.cell.row, "compiling and judging")
-    apart = kind_of(each.cell.kind).judges_in_subprocess
+    kind = kind_of(each.cell.kind)
+    apart = kind.judges_in_subprocess and not kind.shares_process
     local_reference = None if apart else reference
     call = (
         work.prepare,
@@ -199,7 +200,7 @@ def prepare(each: Running, reference: Path | CellFailure | InputError | None, co
         context.text,
         isinstance(each.worker, Turn),
     )
-    seconds = context.limits.seconds * kind_of(each.cell.kind).patience(each.cell.case)
+    seconds = context.limits.seconds * kind.patience(each.cell.case)
     try:
         found = answered(each.ask(seconds, *call), _Ready)
         each.outcome, each.names_outputs = found.outcome, found.named
