@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attnsuite.backends import registry, support
 from attnsuite.backends.kascade import settings
-from attnsuite.suite.support_matrix import BASE, PROBLEMS, TARGETS
+from support_matrix import BASE, PROBLEMS, TARGETS  # beside this file
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference" / "backends"

@@ -23,7 +23,7 @@ from rich.text import Text
 from attnsuite import reports
 from attnsuite.reports import plot
 from attnsuite.reports.cells import Group, group
-from attnsuite.reports.winners import winners
+from attnsuite.reports.plot import winners
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parent / "reports" / "published"

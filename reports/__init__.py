@@ -4,12 +4,13 @@ from attnsuite.submodules import submodules_of
 
 from .answer import answer_lines as answer_lines
 from .answer import installs as installs
-from .badge import write_badges as write_badges
+from .answer import unmeasured as unmeasured
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .pages.compiled import compiled_overview as compiled_overview
 from .pages.compiled import is_compiled as is_compiled
 from .pages.conformance import conformance_overview as conformance_overview
+from .pages.conformance import write_badges as write_badges
 from .read import ReportError as ReportError
 from .read import Run as Run
 from .read import load as load

@@ -54,10 +54,11 @@ def installs(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def unmeasured(records: Sequence[Record]) -> list[str]:
-    """A sentence for each function of the user that was not measured in some case: nothing else ran in its name."""
+def unmeasured(records: Sequence[Record], names: Iterable[str] | None = None) -> list[str]:
+    """A sentence for each of ``names`` (None: each function of the user) that was not measured in some case."""
     found = []
-    for name in dict.fromkeys(record.requested for record in records if is_reference(record.requested)):
+    functions = (record.requested for record in records if is_reference(record.requested))
+    for name in dict.fromkeys(functions if names is None else names):
         requested = [record for record in records if record.requested == name]
         without = [record for record in requested if record.status == "unsupported"]
         if without:

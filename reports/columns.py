@@ -16,7 +16,7 @@ from attnsuite.suite.statistics import Interval
 
 from .cells import Cell
 from .formatting import Value
-from .table import MILLI, Column
+from .table import MILLI, Column, scaled
 
 BASELINE = "1 (baseline)"
 
@@ -68,7 +68,7 @@ class Figure:
     def on_page(self, cell: Cell) -> Value:
         """What a page shows."""
         is_baseline = self.relative and cell.speed is not None and cell.is_baseline
-        return BASELINE if is_baseline else times(self.read(cell), self.scale)
+        return BASELINE if is_baseline else scaled(self.read(cell), self.scale)
 
     def in_file(self, cell: Cell) -> Iterator[tuple[str, Value]]:
         """Names and values of its columns in the CSV file."""
@@ -108,13 +108,3 @@ def further_column(kind: str, name: str) -> Column:
     """The column of a figure that only this kind has."""
     header = kind_of(kind).figures.get(name, name.replace("_", " "))
     return Column(name, header, lambda cell: further(cell).get(name))
-
-
-def times(value: Value, factor: float) -> Value:
-    """A number or an interval times ``factor``; anything else as it is."""
-    if factor == 1 or isinstance(value, bool) or not isinstance(value, int | float | Interval):
-        return value
-    if not isinstance(value, Interval):
-        return value * factor
-    low, high = (None if end is None else end * factor for end in (value.low, value.high))
-    return dataclasses.replace(value, value=value.value * factor, low=low, high=high)

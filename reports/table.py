@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from attnsuite.suite.statistics import Interval
+
 from .formatting import Value
 
 MIB = 2**20
@@ -51,6 +53,11 @@ def table(key: str, title: str, columns: Iterable[Column], items: Iterable[Any])
     return Table(key, title, tuple(c for c in columns if any(row[c.key] is not None for row in rows)), rows)
 
 
-def scaled(value: float | None, factor: float) -> float | None:
-    """``value`` times ``factor``, None where there is none."""
-    return None if value is None else value * factor
+def scaled(value: Value, factor: float) -> Value:
+    """A number or an interval times ``factor``; anything else as it is."""
+    if factor == 1 or isinstance(value, bool) or not isinstance(value, int | float | Interval):
+        return value
+    if not isinstance(value, Interval):
+        return value * factor
+    low, high = (None if end is None else end * factor for end in (value.low, value.high))
+    return dataclasses.replace(value, value=value.value * factor, low=low, high=high)

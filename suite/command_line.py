@@ -31,7 +31,7 @@ from attnsuite import __version__
 from attnsuite.sentences import quoted
 
 from .errors import InputError
-from .verbs import FORMER, VERBS
+from .verbs import VERBS
 from .verbs.flags import BAD_INPUT, extended, tell
 
 _DESCRIPTION = "Which attention implementation, for your shapes, on your device: measured, and checked."
@@ -76,8 +76,6 @@ def _act(arguments: list[str]) -> int:
         by_verb = {verb: extended(_flags_of(verb), verb) for verb in VERBS}
         tyro.extras.subcommand_cli_from_dict(by_verb, prog="attnsuite", description=_DESCRIPTION, args=arguments)
     verb, *rest = arguments
-    if verb in FORMER:
-        raise InputError(f"{verb} is no longer a verb; use {FORMER[verb]}.")
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."

@@ -35,7 +35,6 @@ from .grid.executors import Lane, side_by_side
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Worker
-from .grid.references import References
 from .grid.running import RunContext, Running, answered
 from .grid.shared_process import Restarting
 from .kinds import kind, problem_of
@@ -105,7 +104,7 @@ class CompileGrid(Grid):
             command=self.command,
         )
 
-    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
         """The record of each cell; each target has a process."""
         compilers = [_Compiler(target, cells, self, context) for target in self.targets]
         lanes = [Lane(each.records(), each.stop) for each in compilers]

@@ -28,8 +28,9 @@ from .errors import InputError
 from .flag_values import spelled
 from .grid.running import now, record_of
 from .kinds import extensions
-from .kinds.kind import of_backend
+from .kinds.kind import model_word, of_backend
 from .kinds.model_program import selected_shares
+from .kinds.quality_case import TextCase
 from .measure import environment
 from .measure.memory import high_water, mark_baseline
 from .measure.tokens import bits, reader_of, unigram_bits
@@ -42,18 +43,6 @@ INVALID = "INVALID: no better than a unigram model that knows the frequencies of
 _GIB = 2**30
 _Compared = tuple[dict[str, float], dict[str, tuple[float, ...]], str]  # figures, series, and a line
 _ALONE: _Compared = ({}, {}, "")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamedText:
-    """A :class:`.kinds.text_case.TextCase` of any name and number of sequences: one is enough here."""
-
-    name: str
-    model: str
-    sequence: int
-    sequences: int
-    dtype: str
-    kind: str = "perplexity"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,8 +254,9 @@ def _judged(
 
 
 def _cell(flags: Any, config: ModelConfig, attention: _Attention) -> Cell:
-    name = f"perplexity-{Path(flags.model).resolve().name}-s{flags.seq_len}-{config.dtype}"
-    case = StreamedText(name, flags.model, flags.seq_len, flags.sequences, config.dtype)
+    name = f"perplexity-{model_word(str(Path(flags.model).resolve()))}-s{flags.seq_len}-{config.dtype}"
+    fields = {"name": name, "model": flags.model, "sequence": flags.seq_len, "sequences": flags.sequences}
+    case = TextCase(**fields, dtype=config.dtype)  # pyright: ignore[reportArgumentType]  (the case checks it)
     return of_backend(case, flags.backend, lambda _: attention.resolutions)
 
 

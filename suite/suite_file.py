@@ -1,7 +1,7 @@
 """A suite file: TOML with a ``[[case]]`` table per case. A field that is a list makes a case of each value.
 
 Errors name the line of the table, or of the key that the sentence is about. TOML parsers keep no lines, so an error
-makes this module read the file once more, statement by statement.
+makes this module look for them in the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .kinds.kind import model_word
 from .peers import PEERS
 
 MOST_CASES = 10_000  # of one table
-_LONGEST = 500  # lines of one statement, behind which no line is looked for
+_STRING = re.compile(r'"""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'')
+_KEY = re.compile(r"\s*(\[\s*case\s*\.\s*)?[\"']?([\w-]+)[\"']?\s*[=\].]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,30 +51,6 @@ class SuiteFile:
         for name in self.backends:
             with as_input("backends: "):
                 known_backend(name)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LineNumbers:
-    """The lines of a suite file: of each key outside the cases, and for each case of its table and its keys."""
-
-    keys: dict[str, int]
-    cases: list[tuple[int, dict[str, int]]]
-
-    def location(self, sentence: str, case: int | None = None) -> str:
-        """``line 3 (heads): ``: the line of the key that the sentence names first, else that of the case's table.
-
-        "" if neither is known.
-        """
-        if case is None:
-            table, keys = None, self.keys
-        elif case < len(self.cases):
-            table, keys = self.cases[case]
-        else:
-            return ""
-        key = _named_first(sentence, keys)
-        if key is not None:
-            return f"line {keys[key]} ({key}): "
-        return "" if table is None else f"line {table}: "
 
 
 def read_suite_file(path: Path) -> tuple[SuiteFile, tuple[Case, ...]]:
@@ -157,50 +134,32 @@ def expanded(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refusal(path: Path, text: str, sentence: str, case: int | None = None) -> InputError:
-    place = line_numbers(text).location(sentence, case)
+    place = location(text, sentence, case)
     return InputError(f"suite file {path}{f', {place}' if place else ': '}{sentence}")
 
 
-def line_numbers(text: str) -> LineNumbers:
-    r"""Where the tables and keys of a valid suite file stand.
+def location(text: str, sentence: str, case: int | None = None) -> str:
+    r"""The line, in a valid suite file, of the key that the sentence names first, else that of the case's table.
 
-    >>> line_numbers('name = "a"\n\n[[case]]\nsequence = 8\n')
-    LineNumbers(keys={'name': 1}, cases=[(3, {'sequence': 4})])
+    "" if neither is known.
+
+    >>> location('name = "a"\n\n[[case]]\nsequence = 0\n', "sequence = 0 must be above 0", 0)
+    'line 4 (sequence): '
     """
-    found = LineNumbers({}, [])
-    keys = found.keys
-    for line, statement in _statements(text):
-        data = tomllib.loads(statement)
-        opening = statement.lstrip()
-        if opening.startswith("[["):
-            keys = {}
-            found.cases.append((line, keys))
-        elif opening.startswith("["):  # a table inside a case
-            keys = {}
-            for key in data.get("case", {}) if found.cases else data:
-                (found.cases[-1][1] if found.cases else found.keys).setdefault(key, line)
-        else:
-            for key in data:
-                keys.setdefault(key, line)
-            if keys is found.keys and isinstance(data.get("case"), list):
-                found.cases.extend((line, {}) for _ in data["case"])
-    return found
-
-
-def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Each statement of a valid TOML file with its first line: the fewest lines that are TOML by themselves."""
-    lines: list[str] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        lines.append(line)
-        statement = "\n".join(lines)
-        try:
-            tomllib.loads(statement)
-        except (ValueError, RecursionError):
-            if len(lines) > _LONGEST:
-                return
-            continue
-        yield number - len(lines) + 1, statement
-        lines = []
+    outside: dict[str, int] = {}
+    cases: list[tuple[int, dict[str, int]]] = []
+    keys = outside
+    plain = _STRING.sub(lambda found: "\n" * found[0].count("\n"), text)
+    for number, line in enumerate(plain.split("\n"), 1):
+        if line.lstrip().startswith("[["):
+            cases.append((number, keys := {}))
+        elif match := _KEY.match(line):
+            keys.setdefault(match[2], number)
+            keys = {} if match[1] else keys  # those of a table inside a case
+    table, keys = (None, outside) if case is None else (*cases, (outside.get("case"), {}))[min(case, len(cases))]
+    if (key := _named_first(sentence, keys)) is not None:
+        return f"line {keys[key]} ({key}): "
+    return "" if table is None else f"line {table}: "
 
 
 def _named_first(sentence: str, keys: Mapping[str, int]) -> str | None:

@@ -39,7 +39,6 @@ from .grid.execute import execute
 from .grid.fleet import FleetRequest
 from .grid.grid import Grid, GridWatcher
 from .grid.process import Worker
-from .grid.references import References
 from .grid.running import Limits, RunContext, Running, answered
 from .kinds import kind, problem_of
 from .kinds.attention_call import OpCase, judged_case, op_program, spec_of
@@ -94,7 +93,7 @@ class TuneGrid(Grid):
         """The identity of the grid, with the target that is tuned for."""
         return Grid.manifest(self, {**environment, "target": self._target(environment)}, cells)
 
-    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
         """The record of each cell."""
         trials = dict(zip((cell.key for cell in cells), _trials(cells, self), strict=True))
         cells = sorted(cells, key=lambda cell: isinstance(trials[cell.key], int))  # what is unsupported takes no time
@@ -107,7 +106,7 @@ class TuneGrid(Grid):
             estimate = f"; about {math.ceil(left * seconds / tried / 60)} minutes left" if tried else ""
             context.watcher.doing(cell.case.name, cell.row, f"trying {trials[cell.key]} candidates{estimate}")
             start = time.monotonic()
-            yield _record(cell, self, references, context)
+            yield _record(cell, self, context)
             seconds, tried = seconds + time.monotonic() - start, tried + _work(cell, trials[cell.key])
             if self.minutes is not None and time.monotonic() - begun > 60 * self.minutes:
                 context.watcher.fewer(len(cells) - place - 1)
@@ -196,12 +195,12 @@ def _unsupported(cell: Cell, reason: str, context: RunContext) -> Record:
     return each.record(context)
 
 
-def _record(cell: Cell, request: TuneGrid, references: References, context: RunContext) -> Record:
+def _record(cell: Cell, request: TuneGrid, context: RunContext) -> Record:
     each, case = Running(cell), _call(cell)
     try:
         with each.timed():
             if request.target is None:
-                tried = _measure(case, cell.row, references, request)
+                tried = _measure(case, cell.row, context.references.path(case), request)
             else:
                 tried = rank_candidates(case, cell.row, request.target, request.fixed, request.limits)
     except CellFailure as failure:
@@ -213,11 +212,11 @@ def _record(cell: Cell, request: TuneGrid, references: References, context: RunC
     return each.record(context)
 
 
-def _measure(case: OpCase, name: str, references: References, request: TuneGrid) -> list[Trial]:
+def _measure(case: OpCase, name: str, reference: Path | None, request: TuneGrid) -> list[Trial]:
     """:func:`try_candidates` in a process of its own."""
     with Worker(request.limits.memory) as worker:
         worker.ask(request.limits.seconds, work.pin_pool)
-        call = (try_candidates, case, name, references.path(case), dict(request.fixed))
+        call = (try_candidates, case, name, reference, dict(request.fixed))
         return answered(worker.ask(request.limits.seconds * 5, *call), list[Trial])
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from attnsuite.suite.cell import Cell
 from attnsuite.suite.grid.grid import Grid
 from attnsuite.suite.grid.node import Doing
-from attnsuite.suite.grid.references import References
 from attnsuite.suite.grid.run_grid import RunGrid
 from attnsuite.suite.grid.running import Limits, RunContext
 from attnsuite.suite.kinds import problem_of
@@ -79,7 +78,7 @@ class PretendGrid(Grid):
     def look(self) -> tuple[Environment, list[Cell]]:
         return Work("here").look(self.request)
 
-    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
         context.watcher.doing(cells[0].case, cells[0].row, "pretending")
         with tempfile.NamedTemporaryFile() as file:
             where = Path(file.name).parent.name

@@ -308,9 +308,7 @@ def _speed_row(group: Group, cell: Cell) -> dict[str, Value]:
     share = record.quality.get("kept_pairs")
     return {
         **lead,
-        "median_ms": Interval(
-            median.value * MILLI, scaled(median.low, MILLI), scaled(median.high, MILLI), median.count
-        ),
+        "median_ms": scaled(median, MILLI),
         "relative": ratio if cell is not fastest_dense(group) else BASELINE,
         "faster": 1 / ratio.value if ratio and not record.exact else None,
         "kept": scaled(share, 100),

@@ -16,12 +16,10 @@ from .. import (
     answer,
     environment,
     figures,
-    model_table,
     plot,
     program_table,
     quality,
     reading,
-    winners,
 )
 from ..cells import Cell, Group, cells_of, group
 from ..formatting import code, escape, plural
@@ -177,7 +175,7 @@ def _unlike(content: Content) -> Iterator[Group]:
 
 def one_model(content: Content) -> Iterator[Section]:
     """The loss and the cost of each backend in one model."""
-    made = model_table.model_table(content.every)
+    made = quality.model_table(content.every)
     if made is None:
         return
     intro = (
@@ -187,7 +185,7 @@ def one_model(content: Content) -> Iterator[Section]:
         f"under Speed, where their intervals are. {' '.join(page.LOSS_NOTE for page in pages().values())}"
     )
     yield Section(
-        "checkpoint", f"Backends in {escape(model_table.title(content.every))}", (intro,), tables=(made,), short=True
+        "checkpoint", f"Backends in {escape(quality.model_name(content.every))}", (intro,), tables=(made,), short=True
     )
 
 
@@ -306,7 +304,7 @@ SECTIONS: tuple[_Sections, ...] = (
         "winners",
         "Map of winners",
         "pictures",
-        lambda content: winners.winners(content.groups),
+        lambda content: plot.winners(content.groups),
         "The first column of \u201cUse this\u201d as a map. A hatched square names two backends: the rounds of this "
         "run do not tell which of them is faster. A square without a color was not timed.",
         short=True,

@@ -36,7 +36,7 @@ def execute(grid: Grid, watcher: GridWatcher, fleet: FleetRequest | None = None)
         def one_by_one(missing: Sequence[Cell]) -> Iterator[tuple[Record]]:
             machine = grid.measured(environment, watcher, store.directory)
             with contextlib.closing(References(grid.limits.seconds, grid.text)) as references:
-                for record in grid.compute(missing, references, grid.context(machine, watcher)):
+                for record in grid.compute(missing, grid.context(machine, watcher, references)):
                     yield (record,)
 
         return _computed(store, grid, environment, cells, one_by_one, watcher)

@@ -32,8 +32,7 @@ from ..kinds import kind_of
 from ..record import Record
 from ..user_function import files_of
 from .process import Worker
-from .references import References
-from .running import Limits, RunContext, Running, now, on_device, prepare, profile, record_of, sample
+from .running import RunContext, Running, now, on_device, prepare, profile, record_of, sample
 from .shared_process import Joined, Restarting, Turn
 
 _PROCESS_BYTES = 2 * 2**30  # of a GPU's memory, that JAX and a problem of the contract take in a process
@@ -42,18 +41,18 @@ _PROCESS_BYTES = 2 * 2**30  # of a GPU's memory, that JAX and a problem of the c
 _PROCESSES = 4
 
 
-def in_turns(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+def in_turns(cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
     """Yields a failure at once, and the measured cells when all samples are taken. The cells are of one case."""
     case = cells[0].case
     with contextlib.ExitStack() as stack:
-        running = _started(cells, references, context.limits, stack)
+        running = _started(cells, context, stack)
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
         modes = dict.fromkeys(cell.mode for cell in cells)
         judged_by = {
-            mode: _reference(case, mode, references, drawn=kind_of(case.kind).judges_in_subprocess) for mode in modes
+            mode: _reference(case, mode, context, drawn=kind_of(case.kind).judges_in_subprocess) for mode in modes
         }
         lanes = [
-            Lane(_records([each], lambda _: judged_by["interpret"], context, references), each.worker.close)
+            Lane(_records([each], lambda _: judged_by["interpret"], context), each.worker.close)
             for each in running
             if each.cell.mode == "interpret"
         ]
@@ -62,16 +61,16 @@ def in_turns(cells: Sequence[Cell], references: References, context: RunContext)
         for each in running:
             if each.cell.mode == "interpret":
                 continue
-            record = prepare(each, judged_by[each.cell.mode], context, references)
+            record = prepare(each, judged_by[each.cell.mode], context)
             if record is None:
                 ready.append(each)
             else:
                 each.worker.close()
                 yield record
-        yield from _sample(case, ready, context, references)
+        yield from _sample(case, ready, context)
 
 
-def one_after_another(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+def one_after_another(cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
     """Runs cells in one process, or in joined ones as their kind says; new ones start after a cell that failed.
 
     Cells on several devices have a process beside the others. On a GPU cases that share a process are divided among
@@ -81,7 +80,7 @@ def one_after_another(cells: Sequence[Cell], references: References, context: Ru
     @functools.cache
     def reference(case: Case) -> Path | CellFailure | InputError | None:
         context.watcher.doing(case.name, "reference", "computing what the cells are judged by")
-        return _reference(case, "native", references)
+        return _reference(case, "native", context)
 
     def process_layout(cell: Cell) -> tuple[tuple[int, int] | None, int]:
         return kind_of(cell.kind).processes(cell.case), cell.devices
@@ -154,10 +153,10 @@ def refused(cell: Cell, context: RunContext) -> Record:
     )
 
 
-def _variables(cell: Cell, references: References) -> Mapping[str, str]:
+def _variables(cell: Cell, context: RunContext) -> Mapping[str, str]:
     """Environment variables of a cell's process: the number of CPU devices for JAX, a library to preload for a peer."""
     devices = {} if cell.devices == 1 else {"JAX_NUM_CPU_DEVICES": str(cell.devices)}
-    peer = peers.worker_environment(cell.row, references.folder) if cell.row in peers.PEERS else {}
+    peer = peers.worker_environment(cell.row, context.references.folder) if cell.row in peers.PEERS else {}
     return {**devices, **peer}
 
 
@@ -165,11 +164,10 @@ def _records(
     cells: Iterable[Running],
     reference: Callable[[Case], Path | CellFailure | InputError | None],
     context: RunContext,
-    references: References | None = None,
 ) -> Iterator[Record]:
     """The records of cells that are not sampled."""
     for each in cells:
-        yield prepare(each, reference(each.cell.case), context, references) or each.record(context)
+        yield prepare(each, reference(each.cell.case), context) or each.record(context)
 
 
 def _parts(cells: Sequence[Cell], context: RunContext) -> list[list[Cell]]:
@@ -190,30 +188,27 @@ def _share(cells: Sequence[Cell]) -> bool:
     return cells[0].target.startswith("tpu")
 
 
-def _started(
-    cells: Sequence[Cell], references: References, limits: Limits, stack: contextlib.ExitStack
-) -> list[Running]:
+def _started(cells: Sequence[Cell], context: RunContext, stack: contextlib.ExitStack) -> list[Running]:
     """The cells, each with its process or its part of the one that they share; confined with a file of the user."""
+    memory = context.limits.memory
     if not _share(cells):
-        starts = (Worker(limits.memory, _variables(cell, references), files_of([cell.row])) for cell in cells)
+        starts = (Worker(memory, _variables(cell, context), files_of([cell.row])) for cell in cells)
         return [Running(cell, stack.enter_context(worker)) for cell, worker in zip(cells, starts, strict=True)]
-    process = stack.enter_context(Worker(limits.memory, code=files_of(cell.row for cell in cells)))
+    process = stack.enter_context(Worker(memory, code=files_of(cell.row for cell in cells)))
     return [Running(cell, Turn(process, cell.key)) for cell in cells]
 
 
 def _reference(
-    case: Case, mode: str | None, references: References, *, drawn: bool = False
+    case: Case, mode: str | None, context: RunContext, *, drawn: bool = False
 ) -> Path | CellFailure | InputError | None:
     """The file that judges the cells of ``case`` in ``mode``; the failure where it cannot be computed."""
     try:
-        return references.path(case, mode, drawn=drawn)
+        return context.references.path(case, mode, drawn=drawn)
     except (CellFailure, InputError) as failure:
         return failure
 
 
-def _sample(
-    case: Case, running: list[Running], context: RunContext, references: References | None = None
-) -> Iterator[Record]:
+def _sample(case: Case, running: list[Running], context: RunContext) -> Iterator[Record]:
     """In each round take one sample of every cell that still needs some."""
     done: list[Running] = []
     active = list(running)
@@ -223,7 +218,7 @@ def _sample(
         for each in tuple(active):
             context.watcher.doing(case.name, each.cell.row, f"sample {number}")
             try:
-                enough = sample(each, context, references)
+                enough = sample(each, context)
                 if enough:
                     on_device(each, context)
             except CellFailure as failure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from attnsuite.models import TextFile
 
@@ -18,9 +18,6 @@ from ..record import Environment, Record
 from ..store import Manifest
 from ..typed import Scalar
 from .running import Limits, RunContext, Watcher
-
-if TYPE_CHECKING:
-    from .references import References
 
 
 class GridWatcher(Watcher, Protocol):
@@ -80,17 +77,15 @@ class Grid:
             flags=environment.get("flags", {}),
         )
 
-    def context(self, environment: Environment, watcher: Watcher) -> RunContext:
+    def context(self, environment: Environment, watcher: Watcher, references: Any = None) -> RunContext:
         """What all cells of the grid share on this machine."""
-        return RunContext(
-            suite=self.suite, limits=self.limits, environment=environment, text=self.text, watcher=watcher
-        )
+        return RunContext(self.suite, self.limits, environment, self.text, watcher, references)
 
     def measured(self, environment: Environment, watcher: Watcher, directory: Path | None) -> Environment:
         """The environment with what is measured once per machine. A node of a fleet has no ``directory``."""
         del watcher, directory
         return environment
 
-    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
         """The records of these cells, computed on this machine."""
         raise NotImplementedError

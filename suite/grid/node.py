@@ -120,4 +120,4 @@ class Node:
         if self._references is None:
             self._environment = grid.measured(self._environment, teller, None)
             self._references = References(grid.limits.seconds, grid.text)
-        yield from grid.compute(cells, self._references, grid.context(self._environment, teller))
+        yield from grid.compute(cells, grid.context(self._environment, teller, self._references))

@@ -11,6 +11,7 @@ import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnsuite.backends import names
 from attnsuite.models import TextFile
@@ -20,15 +21,13 @@ from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, as_input, jax_does_not_start
 from ..flag_values import names_of
 from ..kinds import extensions, kind_of, make_case, with_flags
-from ..measure.accelerator import used_by_others
+from ..measure.environment import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
-from ..model_suite import ModelSuiteFlags, model_suite
-from ..model_suite import rows as model_suite_rows
 from ..peers import PEERS
 from ..record import Environment, Machine, Record
 from ..store import Manifest, TextIdentity, read_manifest, require_run
-from ..suites import SUITES, Shard, Suite, find_suite, parse_shard, select
+from ..suites import SUITES, ModelSuiteFlags, Shard, Suite, find_suite, model_rows, model_suite, parse_shard, select
 from ..typed import Scalar
 from ..user_function import digests, files_of, is_reference, known_row
 from . import work
@@ -36,7 +35,6 @@ from .call import decode
 from .executors import in_turns, one_after_another, refused
 from .grid import Grid
 from .process import Worker
-from .references import References
 from .running import Limits, RunContext, Watcher
 
 MACHINE = "machine.json"
@@ -113,16 +111,16 @@ class RunGrid(Grid):
             environment = {**environment, "machine": _machine(directory, watcher)}
         return {**environment, "session": uuid.uuid4().hex[:12]}
 
-    def context(self, environment: Environment, watcher: Watcher) -> RunContext:
+    def context(self, environment: Environment, watcher: Watcher, references: Any = None) -> RunContext:
         """What all cells of the run share on this machine."""
-        shared = Grid.context(self, environment, watcher)
+        shared = Grid.context(self, environment, watcher, references)
         sampling = Sampling() if self.sample_seconds is None else Sampling.lasting(self.sample_seconds)
         return dataclasses.replace(shared, sampling=sampling, profile=self.profile)
 
-    def compute(self, cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+    def compute(self, cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
         """The records of these cells, case by case: the refused ones first, then those that are measured together."""
         for _, members in itertools.groupby(cells, key=_group):
-            yield from group_records(list(members), references, context)
+            yield from group_records(list(members), context)
 
 
 def new_request(
@@ -143,7 +141,7 @@ def new_request(
     elif suite.suite:
         found = model_suite(suite)
     else:
-        requested = list(model_suite_rows(names() if requested is None else requested))
+        requested = list(model_rows(names() if requested is None else requested))
         found = model_suite(suite, requested)
     found = dataclasses.replace(found, cases=with_flags(flags, found.cases))
     if requested is None and flags:  # the other rows do not depend on what is swept
@@ -258,14 +256,14 @@ def checked_text(text: TextFile) -> TextFile:
     return text
 
 
-def group_records(cells: Sequence[Cell], references: References, context: RunContext) -> Iterator[Record]:
+def group_records(cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
     """The records of the cells of one case, or of several cases whose cells share a process."""
     running = [cell for cell in cells if cell.is_measured]
     yield from (refused(cell, context) for cell in cells if cell not in running)
     if running and kind_of(running[0].kind).shares_process:
-        yield from one_after_another(running, references, context)
+        yield from one_after_another(running, context)
     elif running:
-        yield from in_turns(running, references, context)
+        yield from in_turns(running, context)
 
 
 def _group(cell: Cell) -> tuple[str, str]:

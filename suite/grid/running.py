@@ -33,7 +33,6 @@ from ..statistics import FEWEST
 from ..typed import Real, Scalar, Size
 from ..user_function import is_reference
 from . import work
-from .references import References
 from .shared_process import Turn
 
 _RECHECKED = 5  # samples of a user's function of which a call is judged
@@ -63,15 +62,16 @@ class Watcher(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all cells of a run share."""
+    """What all cells of a run share. ``references`` (References) judge outputs; None where nothing is computed."""
 
     suite: str
     limits: Limits
     environment: Environment
     text: TextFile | None
     watcher: Watcher
+    references: Any = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     profile: Path | None = None  # directory for a profile of each timed cell
 
@@ -184,17 +184,13 @@ class Running:
             return self.failed(context, CellFailure("crashed", f"its figures cannot be recorded: {wrong}."))
 
 
-def prepare(
-    each: Running,
-    reference: Path | CellFailure | InputError | None,
-    context: RunContext,
-    references: References | None = None,
-) -> Record | None:
+def prepare(each: Running, reference: Path | CellFailure | InputError | None, context: RunContext) -> Record | None:
     """Make a cell ready for sampling. Returns its record where it ends here: it failed, is wrong, or is not timed."""
     if isinstance(reference, Exception):
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case.name, each.cell.row, "compiling and judging")
-    apart = references is not None and kind_of(each.cell.kind).judges_in_subprocess
+    kind = kind_of(each.cell.kind)
+    apart = kind.judges_in_subprocess and not kind.shares_process
     local_reference = None if apart else reference
     call = (
         work.prepare,
@@ -204,12 +200,12 @@ def prepare(
         context.text,
         isinstance(each.worker, Turn),
     )
-    seconds = context.limits.seconds * kind_of(each.cell.kind).patience(each.cell.case)
+    seconds = context.limits.seconds * kind.patience(each.cell.case)
     try:
         found = answered(each.ask(seconds, *call), _Ready)
         each.outcome, each.names_outputs = found.outcome, found.named
-        if reference is not None and references is not None and apart:
-            _judge(each, reference, context, references)
+        if reference is not None and apart:
+            _judge(each, reference, context)
     except (CellFailure, InputError) as failure:
         return each.failed(context, failure)
     # A rival is timed although its numbers are outside the bound: no goal is met by leaving it out.
@@ -217,11 +213,11 @@ def prepare(
     return None if timed and each.outcome.calls is not None else each.record(context)
 
 
-def sample(each: Running, context: RunContext, references: References | None = None) -> bool:
+def sample(each: Running, context: RunContext) -> bool:
     """Take one sample; returns whether the cell has enough. Raises CellFailure.
 
-    With ``references``, outputs of timed calls are judged: of the last sample where that costs little or the row is a
-    function of the user, and of such a function also of the first samples.
+    Outputs of timed calls are judged: of the last sample where that costs little or the row is a function of the user,
+    and of such a function also of the first samples.
     """
     before, slept, seed = each.wall, each.worker.slept, secrets.randbits(32)
     answer = each.ask(context.limits.seconds, work.sample, each.cell.key, seed)
@@ -237,12 +233,8 @@ def sample(each: Running, context: RunContext, references: References | None = N
         return enough
     is_user_function = is_reference(each.cell.row)
     rechecks_last = enough and (is_user_function or kind_of(each.cell.kind).rechecks_all)
-    if (
-        references is not None
-        and each.names_outputs
-        and (rechecks_last or (is_user_function and len(each.samples) <= _RECHECKED))
-    ):
-        _recheck(each, seed, context, references)
+    if each.names_outputs and (rechecks_last or (is_user_function and len(each.samples) <= _RECHECKED)):
+        _recheck(each, seed, context)
     if enough:
         _check_plausible(each, context)
     return enough
@@ -296,26 +288,21 @@ class _Sample:
     spent: Real
 
 
-def _judge(each: Running, reference: Path, context: RunContext, references: References) -> None:
+def _judge(each: Running, reference: Path, context: RunContext) -> None:
     """Ask for the cell's outputs for inputs that it learns now, and have them judged. Raises CellFailure."""
-    with _outputs(each, context, work.answer, references.seed) as (path, _):
+    with _outputs(each, context, work.answer, context.references.seed) as (path, _):
         is_held = bool(each.cell.exact) or is_reference(each.cell.row)
-        accuracy = references.judge(
-            each.cell.case,
-            each.cell.mode,
-            reference,
-            path,
-            exact=bool(each.cell.exact) or not is_held,
-        )
+        exact = bool(each.cell.exact) or not is_held
+        accuracy = context.references.judge(each.cell.case, each.cell.mode, reference, path, exact=exact)
     each.outcome = tensor_errors.judged(dataclasses.replace(each.outcome, accuracy=accuracy), exact=is_held)
 
 
-def _recheck(each: Running, seed: int, context: RunContext, references: References) -> None:
+def _recheck(each: Running, seed: int, context: RunContext) -> None:
     """Have a part of a timed call judged. Raises CellFailure where it is wrong."""
     if not (each.cell.exact and each.outcome.status == "ok"):
         return  # an approximation is judged beside controls, and only whole
     with _outputs(each, context, work.saved_outputs) as (path, call):
-        errors = references.recheck(each.cell.case, path, seed, answered(call, Size))
+        errors = context.references.recheck(each.cell.case, path, seed, answered(call, Size))
     if errors is not None and (sentence := tensor_errors.describe_failure(errors)):
         raise CellFailure("wrong", f"a timed call gave {sentence}")
 

@@ -32,7 +32,7 @@ from . import parts
 from .formulas import op_bytes, op_flops, op_tokens
 from .inputs import layout_of, make_inputs
 from .kind import Kind, of_backends, of_peers
-from .op_case import Call, OpCase, spec_of, without_window
+from .op_case import Call, OpCase, spec_of
 
 # Score entries (batch x heads x query x key) that the oracle takes at most: 8 heads at 4096 tokens. It needs
 # about 2 s forward and 8 s with gradients for that on 2 cores of a 2026 server.
@@ -153,8 +153,8 @@ class Attention(Kind):
     rechecks_all: ClassVar = True
 
     def read(self, fields: Mapping[str, Any]) -> OpCase:
-        """The case; records and suites of version 0.1 have ``window`` in place of ``window_size``."""
-        return typed.convert(without_window(fields), OpCase)
+        """The case; some published records have a ``window`` that is null."""
+        return typed.convert({name: x for name, x in fields.items() if (name, x) != ("window", None)}, OpCase)
 
     def as_now(self, problem: dict[str, Any]) -> dict[str, Any]:
         """The problem, also of before ``kv_layout``, when decode steps read keys and values with the heads first."""

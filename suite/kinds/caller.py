@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,9 @@ from ..errors import InputError
 from ..measure import execution
 from ..measure.program import Draw, Program, named_outputs, renewed, with_gradients
 from ..measure.tensor_errors import judge_tensors, save_reference
+from ..record import TensorError
 from ..typed import Count, Seed
 from .kind import SHORT_DTYPE, Dtype, Kind, cell, check_fields, name_case, of_backends
-
-if TYPE_CHECKING:
-    from ..record import TensorError
 
 Way = Literal["eager", "jit", "vmap", "layers", "nnx", "linen"]
 Operand = Literal["none", "causal", "mask", "key_mask", "bias", "learned_bias", "lengths"]

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -16,11 +16,9 @@ from attnsuite.models import TextFile
 from .. import peers, typed
 from ..cell import Case, Cell, Means, Prepared, Request
 from ..errors import InputError, as_input
+from ..measure.program import Draw
 from ..measure.tensor_errors import judge_outputs
-
-if TYPE_CHECKING:
-    from ..measure.program import Draw
-    from ..record import Record, TensorError
+from ..record import Record, TensorError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Meta(gt=0, le=1)]

@@ -27,7 +27,7 @@ from ..errors import as_input
 from ..measure.tensor_errors import as_model_error
 from ..measure.tokens import bits, reader_of, unigram_bits
 from ..record import TensorError
-from .model_program import open_model, resolutions_of_sequence, selected_shares
+from .model_program import model_config, open_model, resolutions_of_sequence, selected_shares
 
 _PROMPTS_AT_ONCE = 8
 _LEAST_CONTEXT = 1024
@@ -49,6 +49,13 @@ def read_text(case: Any, config: ModelConfig, text: TextFile | None, windows: in
     with as_input(f"case {case.name}: "):
         data = load_text().held_out if text is None else load_text(text, held_out=0.0).train
         return HeldOut(*reader_of(case.model, config).spread(data, case.sequence, windows or case.sequences))
+
+
+def checked_config(case: Any, text: TextFile | None, windows: int | None = None) -> ModelConfig:
+    """The configuration of a case's model. Raises InputError for an unknown model, and as :func:`read_text`."""
+    config = model_config(case)
+    read_text(case, config, text, windows)
+    return config
 
 
 def perplexity(case: Any, backend: str, text: TextFile | None) -> Outcome:
@@ -87,7 +94,7 @@ def retrieval_model(case: Any) -> Transformer:
     return retrieval.build(context=max(case.sequence, _LEAST_CONTEXT))
 
 
-def recall(case: Any, backend: str) -> Outcome:
+def recall(case: Any, backend: str, text: TextFile | None = None) -> Outcome:
     """Share of needles that the constructed checkpoint retrieves under ``backend``, with the standard backend's."""
     model = retrieval_model(case)
     rng = np.random.default_rng([case.seed, 0])
@@ -113,14 +120,15 @@ def recall(case: Any, backend: str) -> Outcome:
     )
 
 
-def cache_loss(case: Any, dtype: str, text: TextFile | None, *, wrong_scales: bool) -> Outcome:
+def cache_loss(case: Any, row: str, text: TextFile | None) -> Outcome:
     """The figures of a row of a ``CacheCase``, from the second half of every sequence."""
+    dtype, wrong, _ = row.removeprefix("cache_").partition("_wrong_scales")
     model, half = open_model(case), case.sequence // 2
     errors: dict[str, TensorError] = {}
 
     def logits_of(tokens: Array) -> tuple[Array, Array]:
         dense = model(tokens, backend="standard", needs_grad=False)[:, half:]
-        ours = _behind_cache(model, tokens, half, dtype, wrong_scales)
+        ours = _behind_cache(model, tokens, half, dtype, wrong_scales=bool(wrong))
         if not errors:
             errors["logits"] = as_model_error(ours, dense, None, "float32")
         return ours, dense
@@ -130,8 +138,11 @@ def cache_loss(case: Any, dtype: str, text: TextFile | None, *, wrong_scales: bo
     return dataclasses.replace(outcome, accuracy=errors, figures={"kv_bytes_per_token": bytes_per_token})
 
 
+MEASURED = {"perplexity": perplexity, "cache_text": cache_loss, "retrieval": recall}  # by kind of case
+
+
 def _behind_cache(
-    model: Transformer, tokens: Int[Array, "batch length"], half: int, dtype: str, wrong_scales: bool
+    model: Transformer, tokens: Int[Array, "batch length"], half: int, dtype: str, *, wrong_scales: bool
 ) -> Float[Array, "batch rest vocab"]:
     """Logits of the tokens from ``half``, read in one call behind a cache of this dtype that holds the others.
 

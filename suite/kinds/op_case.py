@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from attnsuite.backends import AttentionSpec, masks
 
-from .. import typed
 from ..errors import InputError, as_input
 from ..typed import Count, Real, Seed
-from .kind import SHORT_DTYPE, Dtype, check_fields, label_of, name_case
+from .kind import SHORT_DTYPE, Dtype, check_fields, name_case
 
 OpKind = Literal["op_forward", "op_forward_backward", "op_decode"]
 
@@ -161,17 +160,6 @@ def is_plain(problem: Mapping[str, Any]) -> bool:
     """Whether the problem of a record is causal attention of one document and nothing else, at any size."""
     fields = {field.name: field.default for field in dataclasses.fields(OpCase) if field.name not in _SIZES}
     return all(fields.get(name) == value for name, value in problem.items() if name not in _SIZES and value is not None)
-
-
-def without_window(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with ``window`` of version 0.1 replaced; ``window`` left out the token itself. Raises InputError."""
-    if fields.get("window") is not None:
-        window = typed.quoted(fields["window"])
-        raise InputError(
-            f"{label_of(fields)}: window = {window} counted the keys beside the token and is gone; use window_size, "
-            "which counts the token too (window_size = window + 1)."
-        )
-    return {name: value for name, value in fields.items() if name != "window"}
 
 
 def describe_call(case: Call) -> str:

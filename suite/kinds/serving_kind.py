@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from attnsuite.models import TextFile
 
 from ..cell import Cell, Means, Prepared, Request
 from ..errors import CellFailure
+from ..measure.program import Draw
 from .kind import Kind, of_backends
 from .serving_case import ServingCase
-
-if TYPE_CHECKING:
-    from ..measure.program import Draw
 
 
 class Serving(Kind):
@@ -26,9 +24,9 @@ class Serving(Kind):
 
     def cells(self, case: ServingCase, request: Request) -> Iterable[Cell]:
         """A cell per backend. Raises InputError for a model that is not known, and a text too short for the case."""
-        from . import serving_trace  # noqa: PLC0415
+        from . import model_quality, serving_trace  # noqa: PLC0415
 
-        config = serving_trace.checked(case, request.text)
+        config = model_quality.checked_config(case, request.text, case.requests)
         return of_backends(case, request, lambda row: serving_trace.resolutions_of(case, config, row))
 
     def write_reference(self, case: ServingCase, path: Path, text: TextFile | None, draw: Draw | None) -> None:

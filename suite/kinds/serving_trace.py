@@ -12,16 +12,9 @@ from attnsuite.models.planning import Resolutions, resolve_attention
 from attnsuite.models.serving import Request, Served, Sizes, ragged_problem, serve
 
 from ..cell import Outcome
-from .model_program import cache_figures, model_config, open_model
+from .model_program import cache_figures, open_model
 from .model_quality import read_text
 from .serving_case import ServingCase
-
-
-def checked(case: ServingCase, text: TextFile | None) -> ModelConfig:
-    """The configuration of a case's model. Raises InputError for an unknown model, and for a text too short."""
-    config = model_config(case)
-    read_text(case, config, text, case.requests)
-    return config
 
 
 def resolutions_of(case: ServingCase, config: ModelConfig, backend: str) -> Resolutions:

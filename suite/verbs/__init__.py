@@ -25,12 +25,3 @@ VERBS = {
 
 # Modules with the flags that a backend's extension adds to verbs (FLAGS), where the command line names the backend.
 EXTENSIONS = ("kascade",)
-
-# The verbs of earlier versions, and the command that each has become.
-FORMER = {
-    "selftest": "attnsuite judge (without a name: every backend)",
-    "sharded": "attnsuite run --suite sharded",
-    "curves": "attnsuite run --suite curves",
-    "merge": "attnsuite report RUN... --out DIR",
-    "history": "attnsuite compare RUN... --trend",
-}

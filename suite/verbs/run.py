@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ..grid.run_grid import RunGrid
-    from ..model_suite import ModelSuiteFlags
     from ..record import Record
+    from ..suites import ModelSuiteFlags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,9 @@ def _device(command: Run) -> int:
     """Hold the device's backends to the contract, then run the suite; what is run is printed first."""
     from attnsuite import reports
 
-    from ..device_run import device_run
     from ..flag_values import names_of
     from ..grid.execute import execute
+    from ..judgement import device_run
     from .report import show
 
     _check_flags(command)
@@ -135,14 +135,12 @@ def _check_flags(command: Run) -> None:
 
 def _named(request: RunGrid, records: Sequence[Record], *, requested: bool) -> int:
     """Say where what was asked for by name did not run; 2 if a function of the user has run in no case, else 0."""
+    from attnsuite import reports
+
     from ..user_function import is_reference
 
-    for name in request.backends if requested else ():
-        tried = [record for record in records if record.requested == name]
-        without = [record for record in tried if record.status == "unsupported"]
-        if without:
-            reason = next(iter(without[0].reasons), without[0].error)
-            tell(f"{name}: unsupported in {len(without)} of {len(tried)} cases: {reason}")
+    for sentence in reports.unmeasured(records, request.backends) if requested else ():
+        tell(sentence)
     ran = {record.requested for record in records if record.status in ("ok", "wrong")}
     idle = [name for name in request.backends if is_reference(name) and name not in ran]
     for name in idle:
@@ -187,7 +185,7 @@ def _request(command: Run) -> RunGrid:
 
 def _model_flags(command: Run, flags: Mapping[str, Any]) -> ModelSuiteFlags | None:
     from .. import typed
-    from ..model_suite import ModelSuiteFlags, model_suites
+    from ..suites import ModelSuiteFlags, model_suites
 
     sizes = {
         "--seq-len": command.seq_len,

@@ -3,11 +3,11 @@
 import pytest
 
 from attnsuite.reports.cells import group
-from attnsuite.reports.model_table import model_table
+from attnsuite.reports.quality import model_table
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.model_case import ModelCase
-from attnsuite.suite.kinds.text_case import TextCase
+from attnsuite.suite.kinds.quality_case import TextCase
 
 DENSE = tuple(1.4 + 0.01 * i for i in range(12))
 TEXT = TextCase(model="/somewhere/Llama", sequence=64)

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from attnsuite import reports
 from attnsuite.reports import plot
 from attnsuite.reports.cells import group
-from attnsuite.reports.plot import as_svg, draw
-from attnsuite.reports.winners import winners
+from attnsuite.reports.plot import as_svg, draw, winners
 
 DOCS = Path(__file__).parents[2] / "docs"
 PICTURES = runpy.run_path(str(DOCS / "pictures.py"))

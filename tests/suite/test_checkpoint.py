@@ -24,15 +24,15 @@ from attnsuite.models import (
 )
 from attnsuite.models.kascade.calibration import calibrate
 from attnsuite.models.loss import token_nats
-from attnsuite.suite import model_suite
+from attnsuite.suite import suites as model_suite
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program, model_quality
 from attnsuite.suite.kinds.kascade import calibration_run, dense
-from attnsuite.suite.kinds.kascade.case_flags import applied
+from attnsuite.suite.kinds.kascade.extension import applied
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.model_case import ModelCase
-from attnsuite.suite.kinds.text_case import TextCase
+from attnsuite.suite.kinds.quality_case import TextCase
 from attnsuite.suite.measure import tokens as suite_text
 from attnsuite.suite.store import parse_records
 from attnsuite.suite.verbs.calibrate import Calibrate
@@ -159,8 +159,8 @@ def test_the_suite_of_a_checkpoint_has_kascades_controls_where_kascade_is_asked_
     assert {case.model for case in cases} == {str(shipped.resolve())}
     assert all(case.ragged and case.batch == 3 for case in cases[:2])
     assert len(model_suite.model_suite(words).cases) == 3
-    assert {"dense", "random_tiles"} <= set(model_suite.rows(["standard", "kascade"]))
-    assert model_suite.rows(["standard"]) == ("standard",)
+    assert {"dense", "random_tiles"} <= set(model_suite.model_rows(["standard", "kascade"]))
+    assert model_suite.model_rows(["standard"]) == ("standard",)
     small = tuple(dataclasses.replace(case, sequence=64) for case in cases)
     found = find_cells(("standard", "kascade", "dense"), small)["cells"]
     plans = {(cell.case.name, cell.row): cell for cell in found}

@@ -13,12 +13,12 @@ import pytest
 
 from attnsuite.backends import Target, registry
 from attnsuite.backends.kascade import manual
-from attnsuite.suite import model_suite
+from attnsuite.suite import suites as model_suite
 from attnsuite.suite.grid.work import find_cells
 from attnsuite.suite.kinds import model_program
 from attnsuite.suite.kinds.attention_call import OpCase, op_program
 from attnsuite.suite.kinds.kascade import controls, dense, row_quality, stack_case
-from attnsuite.suite.kinds.kascade.case_flags import applied
+from attnsuite.suite.kinds.kascade.extension import applied
 from attnsuite.suite.kinds.kascade.methods import METHODS
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.stack_case import StackCase
@@ -160,8 +160,8 @@ def test_a_checkpoints_timed_rows_are_refused_for_tiles_that_the_kernel_does_not
     """On a TPU the rows said native and crashed in plan."""
     on(kind)
     cases = model_suite.model_suite(model_suite.ModelSuiteFlags(model=shipped, sequence=256), ["kascade"]).cases
-    found = planned(cases, model_suite.rows(["standard", "kascade"]))
-    fits = planned(applied({"tile_size": 128}, cases), model_suite.rows(["standard", "kascade"]))
+    found = planned(cases, model_suite.model_rows(["standard", "kascade"]))
+    fits = planned(applied({"tile_size": 128}, cases), model_suite.model_rows(["standard", "kascade"]))
     for case in ("model_prefill", "model_decode"):
         (what,) = found[case, "kascade"]
         assert what == ("kascade native" if kind == "h100" else "splash fallback")

@@ -10,13 +10,13 @@ import pytest
 
 from attnsuite.backends import names
 from attnsuite.reports.pages.conformance import reproducer
-from attnsuite.suite import device_run
+from attnsuite.suite import judgement as device_run
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import executors, run_grid
-from attnsuite.suite.grid.executors import Limits
 from attnsuite.suite.grid.run_grid import new_request
+from attnsuite.suite.grid.running import Limits
 from attnsuite.suite.kinds.conformance_case import ConformanceCase
-from attnsuite.suite.kinds.retrieval_case import RetrievalCase
+from attnsuite.suite.kinds.quality_case import RetrievalCase
 from attnsuite.suite.store import CONFORMANCE, MANIFEST, RECORDS, parse_records
 from attnsuite.suite.suites import DEVICE, QUICK
 from attnsuite.suite.verbs import run as run_verb

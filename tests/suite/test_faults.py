@@ -154,7 +154,7 @@ def test_cell_that_hangs_is_ended_and_becomes_a_record_without_samples(foreign, 
     monkeypatch.syspath_prepend(foreign)
     context = context_of(limits=Limits(3.0, 2**30))
     with contextlib.closing(References(60.0)) as references:
-        (record,) = in_turns([cell_of(CASE, "hanging")], references, context)
+        (record,) = in_turns([cell_of(CASE, "hanging")], dataclasses.replace(context, references=references))
     assert (record.status, record.samples) == ("timeout", ())
     assert record.error == "no answer within 3 s (--cell-timeout)."
 
@@ -210,7 +210,7 @@ def test_refused_cell_carries_every_reason_and_what_would_run_and_nothing_is_mea
         "refusing: refusing takes no head_dim at all.",
         "refusing: refusing does not like Mondays.",
     )
-    assert "refusing: unsupported in 1 of 1 cases: refusing: " in stdout + stderr
+    assert "refusing is unsupported in 1 of 1 case: refusing: " in stdout + stderr
 
 
 def test_kernel_that_can_only_be_interpreted_here_shows_its_accuracy_and_no_time(run):

@@ -18,8 +18,8 @@ from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds import kind_of
 from attnsuite.suite.kinds.kascade import dense, row_quality, stack_case
-from attnsuite.suite.kinds.kascade.case_flags import applied
 from attnsuite.suite.kinds.kascade.controls import SCORES, Watched, quest_bound
+from attnsuite.suite.kinds.kascade.extension import applied
 from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.selection_kind import SELECTION

@@ -39,10 +39,10 @@ CONFIG = ModelConfig.from_preset(
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256, mesh="data=1")
 
 
-def context():
+def context(**changes):
     """What the cells share."""
     environment = {"cpu": "a CPU", "git_revision": "abc", "versions": {"python": "3.11", "jax": "1", "optax": "2"}}
-    return context_of(suite="curves", limits=Limits(600.0, 2**40), environment=environment)
+    return context_of(suite="curves", limits=Limits(600.0, 2**40), environment=environment, **changes)
 
 
 def trained(case, *rows):
@@ -176,7 +176,7 @@ def test_mesh_of_a_case_is_made_in_a_process_beside_the_others():
     thirds = dataclasses.replace(case, name="", mesh="context=3")
     (other,) = [cell for cell in LOSS_CURVE.cells(thirds, Request(rows=(), cases=(thirds,))) if "@" in cell.row]
     with contextlib.closing(References(60.0)) as references:
-        one, two, three = one_after_another((alone, divided, other), references, context())
+        one, two, three = one_after_another((alone, divided, other), context(references=references))
     assert len(two.facts.losses) == 2
     assert np.allclose(losses_of(one), losses_of(two), atol=1e-4)
     assert three.status == "unsupported"

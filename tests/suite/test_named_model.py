@@ -12,7 +12,7 @@ import pytest
 from attnsuite.backends import Target
 from attnsuite.models import ModelConfig, Transformer, load_shipped, save
 from attnsuite.models.weights import shipped
-from attnsuite.suite import model_suite
+from attnsuite.suite import suites as model_suite
 from attnsuite.suite.compile_request import compile_request
 from attnsuite.suite.compile_run import cache_path, cell_of
 from attnsuite.suite.errors import InputError

@@ -112,10 +112,10 @@ def test_a_peer_outside_the_bound_is_timed_and_a_backend_is_not(row, status):
                 return {"outcome": {"status": status, "error": "dq is off", "calls": 1}, "named": True}
             return {"seconds": 0.5, "spent": 0.5}
 
-    case, context = CASES[0], context_of(suite="cpu-speed")
+    judging = mock.Mock(recheck=mock.Mock(side_effect=AssertionError))  # torch has the same inputs in every call
+    case, context = CASES[0], context_of(suite="cpu-speed", references=judging)
     each = running.Running(cell_of(case, row), Outside())
     ended = running.prepare(each, None, context)
-    judging = mock.Mock(recheck=mock.Mock(side_effect=AssertionError))  # torch has the same inputs in every call
-    (record,) = [ended] if ended else executors._sample(case, [each], context, judging)
+    (record,) = [ended] if ended else executors._sample(case, [each], context)
     assert (record.status, len(record.samples)) == (status, 6 if row == "torch" else 0)
     assert shows_speed(record) is (row == "torch")

@@ -13,8 +13,7 @@ from attnsuite.models.weights import load, shipped
 from attnsuite.suite import layerwise_perplexity as perplexity_run
 from attnsuite.suite.kinds import model_program, model_quality
 from attnsuite.suite.kinds.model_case import ModelCase
-from attnsuite.suite.kinds.retrieval_case import RetrievalCase
-from attnsuite.suite.kinds.text_case import TextCase
+from attnsuite.suite.kinds.quality_case import RetrievalCase, TextCase
 from attnsuite.suite.store import parse_records
 from command import code_of
 

@@ -161,7 +161,7 @@ def test_interpreted_cells_are_judged_at_once_and_before_anything_is_timed(monke
         for row, mode in (("standard", "native"), ("splash", "interpret"), ("pallas_flash", "interpret"))
     ]
     references: Any = SimpleNamespace(path=lambda *_, **__: None)
-    records = list(executors.in_turns(cells, references, context_of()))
+    records = list(executors.in_turns(cells, context_of(references=references)))
     assert asked == ["interpret", "interpret", "native"]
     assert [(record.status, record.error, len(record.samples)) for record in records] == [
         ("ok", None, 0),

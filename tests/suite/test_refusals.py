@@ -8,8 +8,6 @@ from importlib import resources
 
 import pytest
 
-from attnsuite.suite.verbs import FORMER
-
 NINES = "9" * 5000
 CURVES, KASCADE = ["--suite", "curves", "--out", "out"], ["--suite", "kascade", "--out", "out"]
 TRAIN = ["--model", "debug", "--save-every", "0", "--out", "out"]
@@ -309,7 +307,6 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "compare-runs": [([], "compare")],
     "walk": [([], "walk")],
-    **{verb: [(["--out", "out"], f"{verb} is no longer a verb; use {FORMER[verb]}.")] for verb in FORMER},
 }
 
 

@@ -11,7 +11,7 @@ from attnsuite.backends import BackendFallbackWarning
 from attnsuite.suite import kinds
 from attnsuite.suite.cell import Means, Request
 from attnsuite.suite.errors import InputError
-from attnsuite.suite.kinds.cache_case import CACHE, CONTROL, CacheCase
+from attnsuite.suite.kinds.quality_case import CACHE, CONTROL, CacheCase
 from attnsuite.suite.kinds.serving_case import ServingCase
 from attnsuite.suite.kinds.serving_kind import SERVING
 

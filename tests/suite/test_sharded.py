@@ -74,7 +74,7 @@ def compute(*cells):
     limits = Limits(600.0, int(0.7 * machine_bytes()))
     grid = RunGrid(suite="sharded", cases=(), backends=(), out=Path(), limits=limits)
     with contextlib.closing(References(grid.limits.seconds)) as references:
-        return list(grid.compute(cells, references, grid.context({}, mock.Mock())))
+        return list(grid.compute(cells, grid.context({}, mock.Mock(), references)))
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from attnsuite.suite import kinds
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.kinds.formulas import visible_pairs
 from attnsuite.suite.kinds.op_case import is_plain, spec_of
-from attnsuite.suite.schema import generated
 from attnsuite.suite.suites import SUITES, find_suite
+from suite_keys import generated
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suite-files.md"
 FORWARD = '[[case]]\nkind = "op_forward"\n'

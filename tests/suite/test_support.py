@@ -16,8 +16,8 @@ from attnsuite.models.config import AttentionType, ModelConfig
 from attnsuite.models.planning import attention_spec
 from attnsuite.suite.grid.work import subprocess
 from attnsuite.suite.kinds.conformance_case import in_subprocess
-from attnsuite.suite.support_matrix import ALL_TYPES, refusals_table, support_table, types_table
 from attnsuite.testing import checks, verdicts
+from support_matrix import ALL_TYPES, refusals_table, support_table, types_table
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
 PAGES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "backend_pages.py"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from attnsuite.backends import Target
 from attnsuite.backends.kascade import GREEDY_RULES
@@ -13,12 +13,10 @@ from attnsuite.models import TextFile
 
 from ...cell import Cell, Means, Prepared, Request
 from ...errors import CellFailure
+from ...measure.program import Draw
 from ..kind import LOSS, Kind, cell, refused
 from .methods import FINE_TUNED, METHODS, rows_of
 from .selection_case import SelectionCase
-
-if TYPE_CHECKING:
-    from ...measure.program import Draw
 
 
 class Selections(Kind):

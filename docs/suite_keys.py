@@ -1,6 +1,6 @@
 """What a suite file may hold, made from the classes that read one.
 
-``python -m attnsuite.suite.schema`` prints it; the site has it behind docs/reference/suite-files.md (docs/build.py).
+``python docs/suite_keys.py`` prints it; the site has it behind docs/reference/suite-files.md (docs/build.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from . import kinds, typed
-from .suite_file import SuiteFile
+from attnsuite.suite import kinds, typed
+from attnsuite.suite.suite_file import SuiteFile
 
 COUNT = "an integer from 1 to 2^31 - 1"
 PLAIN = (COUNT, "an integer from 0 to 2^32 - 1", "text", "true or false", "a list of names")

@@ -1,6 +1,6 @@
 """The support matrix: which backend takes which problem on which kind of device, answered by the backends themselves.
 
-``python -m attnsuite.suite.support_matrix`` prints the Markdown table of ``docs/reference/backends.md``, which a test
+``python docs/support_matrix.py`` prints the Markdown table of ``docs/reference/backends.md``, which a test
 holds to it, the same by type of a model's layers, and the reasons of what is unsupported there.
 """
 
