@@ -120,7 +120,7 @@ def plan_of(backend=None, **options):
     return backends.plan(backend, spec, target=backends.Target.here(), options=OPTIONS | options)
 
 
-@pytest.mark.parametrize("name", swept(MODELS, ("nnx-scan", "linen")))
+@pytest.mark.parametrize("name", swept(MODELS, ("nnx-scan",)))
 def test_each_layer_computes_its_role_with_its_anchors_selection(name):
     calls = calls_of(name)
     assert len(calls) == 4

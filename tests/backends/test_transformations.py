@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnsuite.backends import attention
 from attnsuite.testing import transformations
+from landing import swept
 from script import printed, python
 
 pytestmark = [pytest.mark.backends, pytest.mark.newest]
@@ -81,7 +82,7 @@ with jax.checking_leaks():
 """
 
 
-@pytest.mark.parametrize("devices", ["1", "2"])  # on two a program has the function of a share
+@pytest.mark.parametrize("devices", swept("12", "2"))  # on two a program has the function of a share
 def test_programs_keep_no_traced_array(devices):
     pytest.importorskip("llvmlite", reason="flash_cpu is compiled by llvmlite")
     printed(CALLS_WITHOUT_LEAKS, "standard", "chunked", "flash_cpu", JAX_NUM_CPU_DEVICES=devices)

@@ -47,7 +47,7 @@ def needs_its_package(request):
             {"block_kv": 256, "block_kv_compute": 128, "block_kv_backward": 128, "block_q_backward": 256},
         ),
         ("tokamax_triton", "ragged-causal", "bfloat16", None),  # a sequence of 160 tokens, of one key, and of none
-        ("tpu_flash_attention", "padding-both-ends", None, None),
+        pytest.param("tpu_flash_attention", "padding-both-ends", None, None, marks=pytest.mark.thorough),
     ],
 )
 def test_problem_passes_the_judge_and_what_nobody_sees_does_not_matter(name, case, dtype, options):

@@ -191,6 +191,7 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped, u
     assert np.abs(logits("kascade") - dense).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_train_step_keeps_the_share_that_its_case_says(untrained):
     """Judged and timed; only the loss is compiled."""
     case = ModelCase(kind="model_train", model=str(untrained), sequence=64, top_k=0.25, tile_size=8, anchors=2)

@@ -76,6 +76,7 @@ def test_gpu_that_others_use_is_refused_unless_asked_for(monkeypatch, tmp_path, 
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.thorough
 def test_run_that_was_cut_in_the_contract_goes_on_with_its_backends(new_run, capsys, monkeypatch):
     monkeypatch.setattr(device_run, "PROBLEMS", ("causal",))
     monkeypatch.setattr(device_run, "_suite", _small)

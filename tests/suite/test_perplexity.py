@@ -88,6 +88,7 @@ def test_a_figure_of_kascade_stands_beside_what_each_role_of_layer_kept(tmp_path
     assert any("options: tile_size=16, query_tile=16, min_keys=0, top_k=0.125" in note for note in record.notes)
 
 
+@pytest.mark.thorough
 def test_a_sparse_figure_has_the_settings_of_its_calibration_and_stands_beside_the_dense_one(
     calibrated, tmp_path, capsys
 ):

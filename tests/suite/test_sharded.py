@@ -123,6 +123,7 @@ def test_what_cannot_be_dealt_is_refused_with_the_reason(computed):
         assert words in refused[key]
 
 
+@pytest.mark.thorough
 def test_two_processes_give_what_one_device_gives():
     """A ring by slots goes through both; rings by position are among the chosen rows, on eight devices."""
     joined = [row for row in ROWS if row.case.processes == 2 and row.case.exchange == "ring"]

@@ -72,6 +72,7 @@ def trained(tmp_path_factory):
     return out, json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_eight_devices_train_like_one_step_for_step(trained):
     _, found = trained
     assert found["backend"] == "standard@data=4,heads=2"
@@ -79,10 +80,12 @@ def test_eight_devices_train_like_one_step_for_step(trained):
     np.testing.assert_allclose(found["eight"], found["one"], rtol=2e-6)
 
 
+@pytest.mark.thorough
 def test_no_device_holds_a_whole_matrix_or_its_optimizer_state(trained):
     assert trained[1]["parameters"] == trained[1]["state"] == [[24, 16], 8]
 
 
+@pytest.mark.thorough
 def test_a_resumed_mesh_goes_on_to_the_same_bits(trained):
     out, found = trained
     assert found["resumed"] == "resuming behind step 2"

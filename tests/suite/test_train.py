@@ -99,6 +99,7 @@ def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
 
 
 @needs_orbax
+@pytest.mark.thorough
 def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
     path = tmp_path / "mine"  # without a suffix, as calibrate says it
     found = calibration.calibrate(model_of("nano", param_dtype="float32"), [np.arange(64)], SELECT)

@@ -74,6 +74,7 @@ def test_candidate_with_wrong_numbers_is_never_timed(monkeypatch, tmp_path):
     assert tried[1].samples == ()
 
 
+@pytest.mark.thorough
 def test_approximate_backend_is_judged_where_it_selects_everything(tmp_path):
     """Its own result differs from the oracle by far; its kernels are right."""
     ATTENTION.write_reference(CASE, tmp_path / "reference.npz", None, None)
