@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # to see whether an error is raised here or inside JAX
-os.environ.setdefault("COLUMNS", "300")  # reasons are shown whole in a log too
+os.environ["COLUMNS"] = "300"  # reasons are shown whole in a log too, and under a worker of xdist
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX's tests fail where there is one
 
 import jax

@@ -113,7 +113,7 @@ def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "status", "said"),
+    ("name", "problem", "status", "said"),
     [
         ("off", "heads-equal", "wrong", "output is off by 0.001 of its largest value (allowed "),
         ("right", "window-int", "unsupported", "local_window_size=(16, 16) is not supported by"),
@@ -122,11 +122,11 @@ def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):
         ("transposed", "heads-equal", "wrong", "has the shape [2, 4, 160, 32], and the contract says [2, 160, 4, 32]"),
         ("transposed", "heads-equal", "wrong", "length and heads are swapped; return output.swapaxes(1, 2)."),
         ("wide", "heads-equal-bfloat16", "wrong", "float32 for a bfloat16 query; return it in the dtype of the query."),
-        ("pair", "heads-equal", "crashed", "it returns a tuple, and the contract says one array "),
+        ("pair", "heads-equal", "wrong", "it returns a tuple, and the contract says one array "),
     ],
 )
-def test_what_is_wrong_refused_or_raised_is_said(kernels, name, case, status, said):
-    found = judged(kernels, name, case)
+def test_what_is_wrong_refused_or_raised_is_said(kernels, name, problem, status, said):
+    found = judged(kernels, name, problem)
     assert found.status == status
     assert said in f"{found.error} {found.reasons}"
 
