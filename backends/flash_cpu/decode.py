@@ -4,7 +4,7 @@ One item is a range of the keys of one KV head, or of all KV heads where their k
 (``"NHD"``): memory is read in its order in both. An item reads every key and value that some row sees once for all rows
 (tokens times the heads of a group), in place and in their own dtype::
 
-    s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, 4 keys one by one (2 with AVX2), summed across lanes by a tree
+    s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, 4 keys one by one (1 with AVX2), summed across lanes by a tree
     O[r, d] += sum_k 2**(s[r, k] - m[r]) V[k, d]     lanes over d
 
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
@@ -19,8 +19,8 @@ the step is dense attention besides::
 
 While a block's keys are scored its values are fetched, for all heads of the item, and the next block's keys while its
 values are weighed (without values, while its keys are scored). The arithmetic would otherwise wait for memory, and
-memory for the arithmetic. Keys and values are touched for the first time row by row in the order of memory: a processor
-fetches ahead well only then.
+memory for the arithmetic. Keys and values are touched for the first time row by row in the order of memory, and keys
+are scored so too, all heads of a few slots before the next slots: a processor fetches ahead well only then.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class Walk:
     ) -> Callable[[Callable[[Value], Value], Value, Value, Value], None]:
         """``walk(partial, start, stop, ahead)`` emits a loop over the keys from ``start`` to ``stop`` of these heads.
 
-        ``ahead`` is the slot whose keys come after these. Each head of a block fetches as many rows of what comes next,
-        in the order of memory: together they fetch all of it.
+        ``ahead`` is the slot whose keys come after these. The heads of a block together fetch all of what comes next.
         """
         buffers, kernel, dims = self.buffers, self.buffers.kernel, self.state.dims(s)
         size, padded = elements.SIZE[kernel.stored], buffers.padded_rows(dims)
@@ -119,39 +118,41 @@ class Walk:
         keys = side("key", kernel.head_dim * size)
         values = side("value", kernel.value_head_dim * size) if kernel.value_head_dim else keys
 
+        def weigh(partial: Callable[[Value], Value], k: Value, n: Value, after: Value) -> None:
+            with e.loop(0, n, WEIGHED_KEYS) as some, e.loop(0, heads) as h:
+                row, result, last = w.at(h * head_bytes), partial(h), e.min(some + WEIGHED_KEYS, n)
+                block: tuple[Value, ...] = values.block(k, h)
+                step, (fetched, width), element = e.const(i64, values.by_key), keys.fetched(after, some, h), size
+                if self._widen is not None:
+                    e.run(self._widen, row, *block, step, some, last, *scales("value", k, h))
+                    block, step, element = (row.at(buffers.values),), e.const(i64, buffers.value_width * 4), 4
+                with e.loop(0, padded, kernel.rows_per_tile) as r:
+                    for below, column, shape in tiles(buffers):
+                        out = result.at((r + below) * buffers.partial + column, 4)
+                        columns = *moved(block, column, element), step, *moved(fetched, column, size), width
+                        e.run(self._weigh[shape], row, r + below, *columns, out, some, last)
+
         def walk(partial: Callable[[Value], Value], start: Value, stop: Value, ahead: Value) -> None:
             with e.loop(start, stop, BLOCK_KEYS) as k:
                 n = e.min(stop - k, BLOCK_KEYS)
                 after = e.select(k + n < stop, k + n, ahead)
                 some_head = e.variable(e.const(i64, 0))
-                seen = e.variable(e.const(i64, 0))
                 with e.loop(0, heads) as h:
                     row = w.at(h * head_bytes)
-                    seen.set(e.run(self._see, row, positions.at(k, 4), ids.at(k, 4), n, count))
+                    seen = e.variable(e.run(self._see, row, positions.at(k, 4), ids.at(k, 4), n, count))
                     if self._add is not None:
                         with e.when(seen() > 0):
                             seen.set(e.run(self._add, s, row, k, positions.at(k, 4), n, count))
                     some_head.set(some_head() | seen())
-                    with e.when(seen() > 0):
-                        next_, apart = values.fetched(k, h) if kernel.value_head_dim else keys.fetched(after, h)
-                        of_keys = *keys.block(k, h), e.const(i64, keys.by_key)
-                        e.run(self._score, row, *of_keys, *next_, apart, padded, n, *scales("key", k, h))
-                        with e.loop(0, count) as r:
-                            e.run(self._soften, row, r, partial(h).at(r * buffers.partial, 4), numbers)
-                if kernel.value_head_dim:
-                    with e.when(some_head() > 0), e.loop(0, heads) as h:
-                        row, result = w.at(h * head_bytes), partial(h)
-                        block: tuple[Value, ...] = values.block(k, h)
-                        step, (following, width), element = e.const(i64, values.by_key), keys.fetched(after, h), size
-                        if self._widen is not None:
-                            e.run(self._widen, row, *block, step, n, *scales("value", k, h))
-                            block, step, element = (row.at(buffers.values),), e.const(i64, buffers.value_width * 4), 4
-                        with e.loop(0, n, WEIGHED_KEYS) as some, e.loop(0, padded, kernel.rows_per_tile) as r:
-                            last = e.min(some + WEIGHED_KEYS, n)
-                            for below, column, shape in tiles(buffers):
-                                out = result.at((r + below) * buffers.partial + column, 4)
-                                columns = *moved(block, column, element), step, *moved(following, column, size), width
-                                e.run(self._weigh[shape], row, r + below, *columns, out, some, last)
+                with e.when(some_head() > 0):
+                    of_keys = *keys.block(k, 0), e.const(i64, keys.by_key)
+                    next_ = values.block(k, 0) if kernel.value_head_dim else keys.block(after, 0)
+                    fetched = *next_, e.const(i64, values.by_key)
+                    e.run(self._score, w, head_bytes, *of_keys, *fetched, padded, n, *scales("key", k, 0))
+                    with e.loop(0, heads) as h, e.loop(0, count) as r:
+                        e.run(self._soften, w.at(h * head_bytes), r, partial(h).at(r * buffers.partial, 4), numbers)
+                    if kernel.value_head_dim:
+                        weigh(partial, k, n, after)
 
         return walk
 

@@ -220,15 +220,15 @@ class Side:
         by_page = self.by_page if isinstance(self.by_page, Value) else e.const(i64, self.by_page)
         return self.start.at(head * self.by_head), self.table, by_page, slot
 
-    def fetched(self, slot: Value, head: Value) -> tuple[tuple[Value, ...], Value]:
-        """What is fetched beside the work of a head, and the bytes to the next row.
+    def fetched(self, slot: Value, some: Value, head: Value) -> tuple[tuple[Value, ...], Value]:
+        """What is fetched while ``WEIGHED_KEYS`` slots from ``some`` on of a head's block are weighed.
 
-        Of a sequence's slots it is a part of the block in the order of memory; of pages it is the head's own.
+        Of a sequence's slots it is a part of the block at ``slot``, in the order of memory; of pages it is the head's.
         """
         e = slot.e
         if self.table is None:
-            at = self.start.at(slot * self.by_key).at(head * (BLOCK_KEYS * self.width))
-            return (at,), e.const(i64, self.width)
+            before = some * (self.by_key // self.width - 1) + head * WEIGHED_KEYS
+            return (self.start.at(slot * self.by_key).at(before * self.width),), e.const(i64, self.width)
         return self.block(slot, head), e.const(i64, self.by_key)
 
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from . import decode_buffers, elements, rows
 from .added import Added
-from .decode_buffers import BLOCK_KEYS, Buffers, DecodeKernel, Rows
+from .decode_buffers import BLOCK_KEYS, Buffers, DecodeKernel, Rows, moved
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .handler import State
 from .isa import Isa
@@ -115,40 +115,46 @@ def emit_add(module: ir.Module, buffers: Buffers, added: Added) -> ir.Function:
 
 
 def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
-    """``score(workspace, keys, step, ahead, ahead_step, rows, count)``: the products of a block of ``count`` keys.
+    """``score(workspace, apart, keys, step, ahead, ahead_step, rows, count)``: products of a block of keys.
 
-    ``keys`` and ``ahead`` are blocks of slots (``decode_buffers.types``). Behind the arguments come the keys' scales
-    and the bytes from one to the next, if they have some.
+    ``apart``: bytes from one head's workspace to the next. ``keys`` and ``ahead`` are the first head's blocks of slots
+    (``decode_buffers.types``), ``count`` the keys of each head. Behind the arguments come the keys' scales and the bytes
+    from one to the next, if they have some.
 
-    Meanwhile what is needed next is fetched, row by row from ``ahead`` on. Each key meets a tile of rows; a few keys'
-    sums are added across lanes together. Behind the last key the last one is taken again. What a row does not see is
-    read as well, and hidden by ``soften``.
+    Meanwhile what is needed next is fetched, in the order of memory from ``ahead`` on. A few keys of a head
+    (``Isa.keys_at_once``) meet a tile of rows, then those of the next head; their sums are added across lanes together.
+    Behind the last key the last one is taken again. What a row does not see is read as well, and hidden by ``soften``.
     """
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
     copy = _copy(module, buffers, "copy_key", kernel.head_dim) if buffers.widens_keys else None
     dtype = "float32" if buffers.widens_keys else kernel.stored
     block = decode_buffers.types(kernel)
     scaled = [*block, i64] if kernel.kv_dtype else []
-    size, type_ = elements.SIZE[dtype], vector(f32, isa.lanes)
-    at_once, tile, vectors = isa.value_vectors, kernel.rows_per_tile, math.gcd(width // isa.lanes, 4)
-    with Function(module, "score", [ptr, *[*block, i64] * 2, i64, i64, *scaled]) as (e, (w, *arguments)):
+    size, stored, type_ = elements.SIZE[dtype], elements.SIZE[kernel.stored], vector(f32, isa.lanes)
+    at_once, tile, vectors = isa.keys_at_once, kernel.rows_per_tile, math.gcd(width // isa.lanes, 4)
+    with Function(module, "score", [ptr, i64, *[*block, i64] * 2, i64, i64, *scaled]) as (e, (w, apart, *arguments)):
         n = len(block)
-        keys, step, ahead = arguments[:n], arguments[n], arguments[n + 1 : 2 * n + 1]
-        ahead_step, padded, count, *scales = arguments[2 * n + 1 :]
-        row = Rows(buffers, w)
-        with e.loop(0, count, at_once) as first:
+        keys, step, (*ahead, ahead_step) = arguments[:n], arguments[n], arguments[n + 1 : 2 * n + 2]
+        padded, count, *scales = arguments[2 * n + 2 :]
+        fetched_dim = kernel.value_head_dim or kernel.head_dim
+        with e.loop(0, count, at_once) as first, e.loop(0, buffers.heads) as h:
+            own = w.at(h * apart)
+            row = Rows(buffers, own)
             slots = [e.min(first + j, count - 1) for j in range(at_once)]
-            sources = [decode_buffers.place(kernel, keys, slot, step) for slot in slots]
+            of_head = moved(keys, h * kernel.head_dim, stored)
+            sources = [decode_buffers.place(kernel, of_head, slot, step) for slot in slots]
             if copy is not None:
+                factors = [*moved(scales[:-1], h, 4), scales[-1]] if scales else []
                 for j, (slot, source) in enumerate(zip(slots, sources, strict=True)):
-                    e.run(copy, source, w.at(j * width, 4), *_factor(kernel, slot, scales))
-                sources = [w.at(j * width, 4) for j in range(at_once)]
+                    e.run(copy, source, own.at(j * width, 4), *_factor(kernel, slot, factors))
+                sources = [own.at(j * width, 4) for j in range(at_once)]
             with e.loop(0, padded, tile) as r:
                 sums = [[e.variable(e.const(type_, 0.0)) for _ in sources] for _ in range(tile)]
                 for j, source in enumerate(sources):
-                    fetched = decode_buffers.place(kernel, ahead, first + j, ahead_step)
+                    number = h * at_once + j
+                    next_ = moved(ahead, number % buffers.heads * fetched_dim, stored)
+                    fetched = decode_buffers.place(kernel, next_, first + number // buffers.heads, ahead_step)
                     with e.loop(0, width, vectors * isa.lanes) as d:
-                        stored = elements.SIZE[kernel.stored]
                         e.prefetch(fetched.at(d, stored), vectors * isa.lanes * stored)
                         some = _vectors(e, isa, source.at(d, size), dtype, vectors, halves=buffers.halves_keys)
                         for v, x in enumerate(some):
@@ -286,17 +292,17 @@ def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) ->
 
 
 def emit_widen(module: ir.Module, buffers: Buffers) -> ir.Function:
-    """``widen(workspace, values, step, keys)``: a block's values that some row sees, as float32 in whole vectors.
+    """``widen(workspace, values, step, first, last)``: values that some row sees, as float32 in whole vectors.
 
     Scales follow as those of :func:`emit_score`.
     """
     kernel, width = buffers.kernel, buffers.value_width
     copy, block = _copy(module, buffers, "copy_value", kernel.value_head_dim), decode_buffers.types(kernel)
     scaled = [*block, i64] if kernel.kv_dtype else []
-    with Function(module, "widen", [ptr, *block, i64, i64, *scaled]) as (e, (w, *arguments)):
+    with Function(module, "widen", [ptr, *block, i64, i64, i64, *scaled]) as (e, (w, *arguments)):
         n, flags = len(block), w.at(buffers.flags)
-        values, (step, keys), scales = arguments[:n], arguments[n : n + 2], arguments[n + 2 :]
-        with e.loop(0, keys) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
+        values, (step, first, last), scales = arguments[:n], arguments[n : n + 3], arguments[n + 3 :]
+        with e.loop(first, last) as k, e.when(flags.at(k, 4).load(i32).equals(1)):
             place = decode_buffers.place(kernel, values, k, step)
             e.run(copy, place, w.at(buffers.values).at(k * width, 4), *_factor(kernel, k, scales))
     return e.function
