@@ -115,11 +115,11 @@ def emit_add(module: ir.Module, buffers: Buffers, added: Added) -> ir.Function:
 
 
 def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
-    """``score(workspace, apart, keys, step, ahead, ahead_step, rows, count)``: products of a block of keys.
+    """``score(workspace, apart, keys, step, ahead, ahead_step, rows, count)``: products of ``count`` keys a head.
 
-    ``apart``: bytes from one head's workspace to the next. ``keys`` and ``ahead`` are the first head's blocks of slots
-    (``decode_buffers.types``), ``count`` the keys of each head. Behind the arguments come the keys' scales and the bytes
-    from one to the next, if they have some.
+    ``apart``: bytes from one head's workspace to the next. ``keys`` and ``ahead`` are blocks of slots of the first head
+    (``decode_buffers.types``). Behind the arguments come the keys' scales and the bytes from one to the next, if they
+    have some.
 
     Meanwhile what is needed next is fetched, in the order of memory from ``ahead`` on. A few keys of a head
     (``Isa.keys_at_once``) meet a tile of rows, then those of the next head; their sums are added across lanes together.
