@@ -21,7 +21,7 @@ from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, as_input, jax_does_not_start
 from ..flag_values import names_of
 from ..kinds import extensions, kind_of, make_case, with_flags
-from ..measure.environment import used_by_others
+from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
 from ..peers import PEERS
