@@ -22,6 +22,7 @@ import io
 import json
 import lzma
 import math
+import os
 import re
 import socket
 import stat
@@ -278,7 +279,8 @@ class _Names:
             user = getpass.getuser()
         except (OSError, KeyError):  # no such user in a container
             user = ""
-        return _Names(str(Path.home()), user, socket.gethostname())
+        home = os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
+        return _Names(home, user, socket.gethostname())
 
     def without(self, value: Any, *, free: bool = False) -> Any:
         """``value`` as JSON has it, without paths; in free text also without the two names. A node gets no name."""

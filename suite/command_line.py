@@ -167,6 +167,8 @@ def _help() -> str:
 def _of_the_system(error: OSError) -> str:
     if isinstance(error, BrokenPipeError):
         return "stdout was closed before all of it was written."
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        return "the current directory was removed; change to one that is there."
     return f"{error.filename or 'the output cannot be written'}: {error.strerror or error}."
 
 

@@ -8,13 +8,13 @@ with its registers, spills and shared memory. It takes seconds for each case.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from attnsuite.backends import Target, names, registry, support
 from attnsuite.backends.tunable import CompilesKernels
+from attnsuite.cache_directory import cache_directory
 from attnsuite.models import PRESETS
 
 from .compile import topologies
@@ -60,16 +60,11 @@ def compile_request(flags: Any, out: Path, limits: Limits, command: tuple[str, .
         targets=tuple(map(_known_target, names_of(flags.targets or ",".join(topologies.KINDS), "--targets"))),
         out=out,
         limits=limits,
-        cache=flags.cache or default_cache(),
+        cache=flags.cache or cache_directory(_SUITE),
         command=command,
         kernels=tuple(map(_known_kernel, kernels)),
         schedule=flags.schedule,
     )
-
-
-def default_cache() -> Path:
-    """Where the answers of the compilers are kept if ``--cache`` says nothing."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnsuite" / "compile"
 
 
 def _ops(flags: Any) -> tuple[OpCase | ModelCase, ...]:
@@ -180,7 +175,7 @@ def verdict_request(request: RunGrid, records: Sequence[Record]) -> CompileGrid 
         targets=(target,),
         out=out,
         limits=request.limits,
-        cache=default_cache(),
+        cache=cache_directory(_SUITE),
         command=("attnsuite", "compile", *arguments, "--targets", VERDICT_TARGET, "--out", str(out)),
     )
 

@@ -33,7 +33,7 @@ class Environment(TypedDict, total=False):
     """Where a cell was measured. Sizes are bytes. ``session`` is equal for cells that shared rounds.
 
     ``source`` is the digest of this package's source, ``source_files`` that of each file that a row was loaded from.
-    ``node`` names the machine in a run of several. ``accelerator`` is the state of a GPU (``measure/environment.py``):
+    ``node`` names the machine in a run of several. ``accelerator`` is the state of a GPU (``measure/accelerator.py``):
     clocks in MHz, power limits in watts, ECC, MIG, driver, who else computes on it; where it was timed, after that.
     ``sampling`` is how samples were taken, where calls were not waited for one by one.
     """

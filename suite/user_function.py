@@ -6,6 +6,7 @@ not resumed, so no file is loaded because a run directory names it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
@@ -82,7 +83,8 @@ def load(reference: str) -> tuple[FunctionBackend, str]:
     """
     path, _, name = check_reference(reference).rpartition(":")
     try:
-        found = getattr(load_module(Path(path)), name, None)
+        with contextlib.chdir("."):  # other names are relative to this directory, and the file may change it
+            found = getattr(load_module(Path(path)), name, None)
     except InputError as error:
         raise InputError(explained(str(error))) from error
     if isinstance(found, FunctionBackend):

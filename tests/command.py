@@ -78,7 +78,7 @@ def record_of(case: Any, row: str = "standard", **fields: Any) -> Record:
 def context_of(**changes: Any) -> RunContext:
     """What the cells of a run share, on a machine of which nothing is known."""
     known: dict[str, Any] = {"suite": "s", "limits": Limits(60.0, 2**33), "environment": {}, "text": None}
-    return RunContext(**known | {"watcher": mock.Mock()} | changes)
+    return RunContext(**known | {"watcher": mock.Mock(), "references": None} | changes)
 
 
 def installed(folder: Path, entries: str, **modules: str) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations  # pytest 8.3 has not every type that is name
 import functools
 import gc
 import os
+import pwd
 import sys
 from pathlib import Path
 
@@ -166,3 +167,11 @@ def pytest_collection_finish() -> None:
     """Garbage is collected less often: tracing makes many objects, and nearly none of them is in a circle."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present user has no home directory, as an arbitrary user of a container."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)

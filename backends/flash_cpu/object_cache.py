@@ -18,6 +18,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from attnsuite.cache_directory import cache_directory
+
 _NOT_OURS = (
     "flash_cpu does not use its cache {place}, which another user owns or may write: each process compiles its kernels "
     "anew. Run chmod 700 on it if it is yours, or set XDG_CACHE_HOME to a directory of your own."
@@ -26,9 +28,8 @@ MAGIC = b"attention-suite flash_cpu object 1"
 
 
 def directory() -> Path:
-    """``$XDG_CACHE_HOME/attnsuite/flash_cpu``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "attnsuite" / "flash_cpu"
+    """Where the object files are."""
+    return cache_directory("flash_cpu")
 
 
 def read(key: str) -> bytes | None:

@@ -29,7 +29,7 @@ from .. import host_devices, peers
 from ..cell import Case, Cell, Outcome
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of
-from ..record import Record
+from ..record import Environment, Record
 from ..user_function import files_of
 from .process import Worker
 from .running import RunContext, Running, now, on_device, prepare, profile, record_of, sample
@@ -141,14 +141,14 @@ def side_by_side(lanes: Sequence[Lane], at_once: int) -> Iterator[Record]:
                 lane.stop()
 
 
-def refused(cell: Cell, context: RunContext) -> Record:
+def refused(cell: Cell, suite: str, environment: Environment) -> Record:
     """The record of a cell that is not measured, because its row was refused; it names the backend that could run."""
     instead = f"{cell.resolved} would run" if cell.resolved else "nothing else can run"
     return record_of(
         cell,
         Outcome(status="unsupported", error=f"refused; {instead}."),
-        suite=context.suite,
-        environment=context.environment,
+        suite=suite,
+        environment=environment,
         started=now(),
     )
 

@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from ..cell import Cell
-from ..errors import CellFailure, InputError
+from ..cell import Cell, Outcome
+from ..errors import InputError
 from ..flag_values import names_of
 from ..measure import environment as here
 from ..record import MACHINE_KIND, Environment, Record
 from .executors import refused
 from .grid import Grid, GridWatcher
 from .node import Doing, Node, Warned
-from .running import Running
+from .running import now, record_of
 
 _LOSSES = 3  # nodes on which a case is lost before it becomes a record; cases that a node loses before it gets no more
 _LOOK_SECONDS = 1.0  # between two looks at the list of nodes
@@ -302,12 +302,12 @@ class Fleet:
 
     def _lost_record(self, cell: Cell, nodes: Sequence[str]) -> Record:
         """The record of a cell whose case no node survived."""
-        environment = self._first[0] if self._first else Environment()
-        context = self._grid.context(environment, self._watcher)
+        suite, environment = self._grid.suite, self._first[0] if self._first else Environment()
         if not cell.is_measured:
-            return refused(cell, context)
-        reason = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
-        return Running(cell).failed(context, CellFailure("crashed", reason))
+            return refused(cell, suite, environment)
+        error = f"the node that computed its case was lost {len(nodes)} times: {', '.join(nodes)}."
+        outcome = Outcome(status="crashed", error=error)
+        return record_of(cell, outcome, suite=suite, environment=environment, started=now())
 
     def _check_patience(self, since: float) -> None:
         """Raises InputError if no node was there to compute for too long."""

@@ -17,6 +17,7 @@ from ..kinds import problem_of
 from ..record import Environment, Record
 from ..store import Manifest
 from ..typed import Scalar
+from .references import References
 from .running import Limits, RunContext, Watcher
 
 
@@ -77,7 +78,7 @@ class Grid:
             flags=environment.get("flags", {}),
         )
 
-    def context(self, environment: Environment, watcher: Watcher, references: Any = None) -> RunContext:
+    def context(self, environment: Environment, watcher: Watcher, references: References) -> RunContext:
         """What all cells of the grid share on this machine."""
         return RunContext(self.suite, self.limits, environment, self.text, watcher, references)
 

@@ -11,7 +11,6 @@ import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attnsuite.backends import names
 from attnsuite.models import TextFile
@@ -21,7 +20,7 @@ from ..cell import Case, Cell
 from ..errors import CellFailure, InputError, as_input, jax_does_not_start
 from ..flag_values import names_of
 from ..kinds import extensions, kind_of, make_case, with_flags
-from ..measure.environment import used_by_others
+from ..measure.accelerator import used_by_others
 from ..measure.memory import machine_bytes
 from ..measure.speed import Sampling
 from ..peers import PEERS
@@ -35,6 +34,7 @@ from .call import decode
 from .executors import in_turns, one_after_another, refused
 from .grid import Grid
 from .process import Worker
+from .references import References
 from .running import Limits, RunContext, Watcher
 
 MACHINE = "machine.json"
@@ -111,7 +111,7 @@ class RunGrid(Grid):
             environment = {**environment, "machine": _machine(directory, watcher)}
         return {**environment, "session": uuid.uuid4().hex[:12]}
 
-    def context(self, environment: Environment, watcher: Watcher, references: Any = None) -> RunContext:
+    def context(self, environment: Environment, watcher: Watcher, references: References) -> RunContext:
         """What all cells of the run share on this machine."""
         shared = Grid.context(self, environment, watcher, references)
         sampling = Sampling() if self.sample_seconds is None else Sampling.lasting(self.sample_seconds)
@@ -259,7 +259,7 @@ def checked_text(text: TextFile) -> TextFile:
 def group_records(cells: Sequence[Cell], context: RunContext) -> Iterator[Record]:
     """The records of the cells of one case, or of several cases whose cells share a process."""
     running = [cell for cell in cells if cell.is_measured]
-    yield from (refused(cell, context) for cell in cells if cell not in running)
+    yield from (refused(cell, context.suite, context.environment) for cell in cells if cell not in running)
     if running and kind_of(running[0].kind).shares_process:
         yield from one_after_another(running, context)
     elif running:

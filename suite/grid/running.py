@@ -33,6 +33,7 @@ from ..statistics import FEWEST
 from ..typed import Real, Scalar, Size
 from ..user_function import is_reference
 from . import work
+from .references import References
 from .shared_process import Turn
 
 _RECHECKED = 5  # samples of a user's function of which a call is judged
@@ -64,14 +65,14 @@ class Watcher(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all cells of a run share. ``references`` (References) judge outputs; None where nothing is computed."""
+    """What all cells of a run share. ``references`` judge their outputs."""
 
     suite: str
     limits: Limits
     environment: Environment
     text: TextFile | None
     watcher: Watcher
-    references: Any = None
+    references: References
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     profile: Path | None = None  # directory for a profile of each timed cell
 
@@ -190,8 +191,7 @@ def prepare(each: Running, reference: Path | CellFailure | InputError | None, co
         return each.failed(context, reference)
     context.watcher.doing(each.cell.case.name, each.cell.row, "compiling and judging")
     kind = kind_of(each.cell.kind)
-    apart = kind.judges_in_subprocess and not kind.shares_process
-    local_reference = None if apart else reference
+    local_reference = None if kind.judges_in_subprocess else reference
     call = (
         work.prepare,
         each.cell,
@@ -204,7 +204,7 @@ def prepare(each: Running, reference: Path | CellFailure | InputError | None, co
     try:
         found = answered(each.ask(seconds, *call), _Ready)
         each.outcome, each.names_outputs = found.outcome, found.named
-        if reference is not None and apart:
+        if reference is not None and kind.judges_in_subprocess:
             _judge(each, reference, context)
     except (CellFailure, InputError) as failure:
         return each.failed(context, failure)

@@ -21,7 +21,7 @@ from attnsuite.models import TextFile
 from ..cell import Case, Cell, Means, Prepared, Process, Request
 from ..errors import CellFailure, InputError
 from ..kinds import kind_of
-from ..measure import arrays, environment, machine, memory, placement, profile, speed
+from ..measure import accelerator, arrays, environment, machine, memory, placement, profile, speed
 from ..measure.program import Draw
 from ..record import Machine, TensorError
 from ..subprocess_function import register_in_subprocess, subprocess_function_of
@@ -129,7 +129,7 @@ def sample(key: str, seed: int) -> dict[str, float]:
 def on_device(key: str, seed: int) -> tuple[Any, ...]:
     """Seconds per call that the accelerator computed, those on inputs in its cache, and its state after them."""
     found, cached = _PREPARED[key].timed.on_device(seed)
-    return found, cached, environment.nvidia_state()
+    return found, cached, accelerator.nvidia_state()
 
 
 def answer(key: str, seed: int, path: Path) -> None:

@@ -59,21 +59,21 @@ def answer_requests() -> NoReturn:
         try:
             reply = {"ok": call.made(requests.get())()}
             json.dumps(reply, allow_nan=False, default=dataclasses.asdict)
-        except Exception as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
+        except BaseException as error:  # noqa: BLE001 (whatever a backend raises becomes this cell's record)
             reply = _failure(error)
         if os.getpid() != pid:
             os._exit(0)
         answers.put(reply)
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure(error: BaseException) -> dict[str, Any]:
     message = " ".join(str(error).split())[:_LONGEST]
     if isinstance(error, InputError):
         return {"failed": "input", "message": message}
     if isinstance(error, CellFailure):
         return {"failed": error.status, "message": message}
     status = "oom" if isinstance(error, MemoryError) or any(t in message for t in _OUT_OF_MEMORY) else "crashed"
-    return {"failed": status, "message": f"{type(error).__name__}: {message}"}
+    return {"failed": status, "message": f"{type(error).__name__}: {message}".removesuffix(": ")}
 
 
 def _write(replies: TextIO, tokens: queue.SimpleQueue[str], answers: queue.SimpleQueue[dict[str, Any]]) -> None:

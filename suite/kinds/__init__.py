@@ -105,6 +105,8 @@ def kind_of(name: str) -> Kind:
         raise InputError(f"{origin} is not a kind; it needs to be an instance of attnsuite.suite.kinds.kind.Kind.")
     if name not in kind.titles:
         raise InputError(f"{origin} makes no records of that kind; its titles are for {', '.join(kind.titles)}.")
+    if kind.judges_in_subprocess and kind.shares_process:
+        raise InputError(f"{origin} sets both judges_in_subprocess and shares_process; set one of them.")
     return kind
 
 

@@ -57,7 +57,8 @@ class Kind:
     cases_share_process: ClassVar[bool] = False  # and so do consecutive cases
     is_call: ClassVar[bool] = False  # a case is one attention call (:class:`.op_case.OpCase`)
     needs_ceilings: ClassVar[bool] = True  # whether a run of it measures the machine's peak
-    # Cells do not see what they are judged by: they return outputs (``cell.Prepared``), and another process judges.
+    # Cells do not see what they are judged by: they return outputs (``cell.Prepared``), and another process judges. Not
+    # for a kind that ``shares_process``.
     judges_in_subprocess: ClassVar[bool] = False
     # A user's function is called in another process (``subprocess_function.py``), and judged where the cell is.
     calls_in_subprocess: ClassVar[bool] = False

@@ -26,29 +26,31 @@ ENTRIES = 2**21  # score entries of a part: the oracle needs about 0.1 s for the
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """The query rows from ``first`` to ``last``, not included, of a batch entry and the heads of one KV head.
+    """Query rows of a batch entry and the heads of one KV head.
 
     ``keys`` is the first key whose gradients are whole; None where none are.
     """
 
     batch: int
     kv_head: int
-    first: int
-    last: int
+    rows: np.ndarray
     keys: int | None
 
 
 def choose(case: OpCase, rng: np.random.Generator) -> Part:
-    """A part of at most ENTRIES entries, or of one row. With gradients every second part has those of keys."""
+    """A part of at most ENTRIES entries, or of one row. With gradients every second part has those of keys.
+
+    Rows are drawn from the whole length, so that a block of wrong ones is met; those of a part with keys are the last.
+    """
     length, group = case.query_length, case.heads // case.kv_heads
-    rows = min(length, max(1, ENTRIES // (group * case.sequence)))
+    count = min(length, max(1, ENTRIES // (group * case.sequence)))
     batch, kv_head = int(rng.integers(case.batch)), int(rng.integers(case.kv_heads))
-    first = int(rng.integers(length - rows + 1))
+    rows = np.sort(rng.choice(length, count, replace=False))
     if case.needs_grad and rng.integers(2):
-        first = length - rows
-    last = first + rows
-    whole = rows == length or (last == length and _sees_no_later_key(spec_of(case), length))
-    return Part(batch, kv_head, first, last, first if whole else None)
+        rows = np.arange(length - count, length)
+    first = int(rows[0])
+    whole = count == length or (first == length - count and _sees_no_later_key(spec_of(case), length))
+    return Part(batch, kv_head, rows, first if whole else None)
 
 
 def expected(case: OpCase, part: Part, draw: Draw) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,14 +73,14 @@ def outputs_in(case: OpCase, part: Part, outputs: Mapping[str, Any]) -> dict[str
         else:
             group = case.heads // case.kv_heads
             heads = slice(part.kv_head * group, (part.kv_head + 1) * group)
-            found[name] = x[part.batch : part.batch + 1, part.first : part.last, heads]
+            found[name] = x[part.batch : part.batch + 1, part.rows, heads]
     return _with_whole_keys(found, part)
 
 
 def _problem(case: OpCase, part: Part, inputs: Inputs) -> tuple[AttentionSpec, Layout, tuple[Any, ...]]:
     """The part as a problem of its own, in the layout ``NHD``; positions say where its rows stand."""
     spec, group = spec_of(case), case.heads // case.kv_heads
-    entry, rows = slice(part.batch, part.batch + 1), slice(part.first, part.last)
+    entry, rows = slice(part.batch, part.batch + 1), part.rows
     heads, kv_head = slice(part.kv_head * group, (part.kv_head + 1) * group), slice(part.kv_head, part.kv_head + 1)
     key, value = (x.swapaxes(1, 2) if case.kv_layout == "HND" else x for x in (inputs.key, inputs.value))
     query, d_out = (x[entry, rows, heads] for x in (inputs.query, inputs.d_out))
@@ -95,7 +97,7 @@ def _problem(case: OpCase, part: Part, inputs: Inputs) -> tuple[AttentionSpec, L
     spec = dataclasses.replace(
         spec,
         batch=1,
-        query_length=part.last - part.first,
+        query_length=len(part.rows),
         num_heads=group,
         num_kv_heads=1,
         has_positions=positions is not None,

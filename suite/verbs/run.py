@@ -96,9 +96,9 @@ def _device(command: Run) -> int:
     """Hold the device's backends to the contract, then run the suite; what is run is printed first."""
     from attnsuite import reports
 
+    from ..device_run import device_run
     from ..flag_values import names_of
     from ..grid.execute import execute
-    from ..judgement import device_run
     from .report import show
 
     _check_flags(command)

@@ -4,7 +4,7 @@ import pytest
 
 from attnsuite.models import ModelConfig
 from attnsuite.reports.cells import group
-from attnsuite.reports.kascade.page import figures
+from attnsuite.reports.kascade.guide import figures
 from attnsuite.suite.kinds import problem_of
 from attnsuite.suite.kinds.kascade.extension import MODEL_SUITE, model_cases
 

@@ -52,6 +52,8 @@ class Faulty:
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.name == "raising":
             raise RuntimeError("raising raised")
+        if self.name == "leaving":
+            raise SystemExit(0)
         if self.name == "surrogate":
             raise RuntimeError("half a character: \\udc80")
         attend = STANDARD.plan(spec, layout, target=target).attend
@@ -76,7 +78,7 @@ UNASKABLE = {
     "unloadable": ("faulty_on_import:BACKEND", "RuntimeError: built for another JAX"),
 }
 FAULTY_NAMES = (
-    *("elsewhere", "hanging", "hungry", "dying", "raising", "wrong", "nan", "refusing", "surrogate"),
+    *("elsewhere", "hanging", "hungry", "dying", "raising", "leaving", "wrong", "nan", "refusing", "surrogate"),
     *UNASKABLE,
 )
 

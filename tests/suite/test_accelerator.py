@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnsuite.suite import typed
-from attnsuite.suite.measure.environment import nvidia_state, parse_state, used_by_others
+from attnsuite.suite.measure.accelerator import nvidia_state, parse_state, used_by_others
 from attnsuite.suite.record import Environment
 
 LINE = "570.86.15, 1980, 1980, 2619, 650.00, 700.00, Enabled, Disabled, Enabled"

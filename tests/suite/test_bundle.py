@@ -90,10 +90,12 @@ def test_bundle_is_verified_and_the_same_each_time(run_dir, packed, tmp_path):
         found.write(tmp_path / "out")
 
 
-def test_no_path_user_or_host_is_in_it(run_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("home", ["/home/ada", None])
+def test_no_path_user_or_host_is_in_it(run_dir, tmp_path, monkeypatch, homeless, home):
     monkeypatch.setattr(bundle.getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "engine-1842")
-    monkeypatch.setenv("HOME", "/home/ada")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
     lines = [json.loads(line) for line in (run_dir / RECORDS).read_text().splitlines()]
     lines[0]["notes"] = ["ada read /data/private/x.bin on engine-1842; see https://example.org/page"]
     lines[0]["environment"] |= {"node": "engine-1842", "source_files": {"/home/ada/my kernels/mine.py:f": "0123"}}

@@ -289,6 +289,16 @@ def test_a_part_of_a_problem_is_that_part_of_the_whole(case, choice, monkeypatch
     assert not any(error.passed for error in kind_of(case.kind).recheck(case, outputs, Draw(3, 1), choice).values())
 
 
+@pytest.mark.parametrize("choice", [0, 1, 2, 3])
+def test_a_part_meets_a_block_of_wrong_rows(choice, monkeypatch):
+    case = OpCase(kind="op_forward", sequence=512, heads=2, kv_heads=2)
+    monkeypatch.setattr(parts, "ENTRIES", 64 * case.sequence)
+    inputs = make_inputs(case, Draw(3, 2))
+    out = oracle.forward(spec_of(case), inputs.layout, inputs.query, inputs.key, inputs.value)
+    spoilt = {"out": jnp.asarray(out, case.dtype).at[:, 256:320].set(0)}
+    assert not kind_of(case.kind).recheck(case, spoilt, Draw(3, 2), choice)["out"].passed
+
+
 def test_inputs_are_new_in_every_call_and_the_same_in_every_process():
     arrays_of = [make_inputs(CASES[0], Draw(5, call)).key for call in (0, 1, 0)]
     assert (arrays_of[0] == arrays_of[2]).all()

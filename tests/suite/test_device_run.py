@@ -10,7 +10,7 @@ import pytest
 
 from attnsuite.backends import names
 from attnsuite.reports.pages.conformance import reproducer
-from attnsuite.suite import judgement as device_run
+from attnsuite.suite import device_run
 from attnsuite.suite.errors import InputError
 from attnsuite.suite.grid import executors, run_grid
 from attnsuite.suite.grid.run_grid import new_request

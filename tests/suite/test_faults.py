@@ -165,6 +165,7 @@ def test_cell_that_hangs_is_ended_and_becomes_a_record_without_samples(foreign, 
         ("hungry", "oom", "1.00 GiB"),
         ("dying", "crashed", "SIGSEGV"),
         ("raising", "crashed", "RuntimeError: raising raised"),
+        ("leaving", "crashed", "SystemExit: 0"),
         ("surrogate", "crashed", "RuntimeError: half a character: ?"),  # and the report is written all the same
         ("wrong", "wrong", "out is off by"),
         ("nan", "wrong", "NaN or infinity"),

@@ -87,11 +87,12 @@ def layers_of(prompt):
 """
 
 
-def test_a_function_that_gives_queries_and_keys_of_each_layer_is_calibrated(tmp_path, capsys):
-    """Of somebody's own model."""
-    (tmp_path / "mine.py").write_text(MINE)
-    out = tmp_path / "c.safetensors"
-    sizes = ("--prompts", 2, "--length", 256, "--anchors", 2)
-    assert code_of("calibrate", "--model", f"{tmp_path}/mine.py:layers_of", "--out", out, *sizes) == 0
+def test_a_function_that_gives_queries_and_keys_of_each_layer_is_calibrated(tmp_path, capsys, monkeypatch):
+    """Of somebody's own model, whose file changes the directory."""
+    (tmp_path / "mine.py").write_text(f"import os\n{MINE}\nos.chdir('/')\n")
+    (tmp_path / "words.txt").write_text("some words of a text. " * 200)
+    monkeypatch.chdir(tmp_path)
+    words = "--model mine.py:layers_of --text words.txt --out c.safetensors --prompts 2 --length 256 --anchors 2"
+    assert code_of("calibrate", *words.split()) == 0
     assert "schedule dp, anchors 0, " in capsys.readouterr().out
-    assert load_calibration(out).num_layers == 4
+    assert load_calibration(tmp_path / "c.safetensors").num_layers == 4

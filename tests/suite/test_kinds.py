@@ -80,13 +80,19 @@ class Product(Kind):
         return Prepared(tensor_errors.judged(facts, exact=True), sample)
 
 
-PRODUCT = Product()
+class Contradicting(Product):
+    titles = {"contradicting": "matrix product"}
+    judges_in_subprocess = shares_process = True
+
+
+PRODUCT, CONTRADICTING = Product(), Contradicting()
 NO_KIND = "a string"
 '''
 ENTRIES = """[attnsuite.kinds]
 product = product_kind:PRODUCT
 misnamed = product_kind:PRODUCT
 no_kind = product_kind:NO_KIND
+contradicting = product_kind:CONTRADICTING
 unloadable = product_kind:NOTHING
 op_forward = product_kind:PRODUCT
 """
@@ -177,6 +183,7 @@ def test_case_of_another_package_checks_itself(installed, tmp_path, capsys):
     [
         ("misnamed", "makes no records of that kind; its titles are for product"),
         ("no_kind", "is not a kind; it needs to be an instance of"),
+        ("contradicting", "sets both judges_in_subprocess and shares_process; set one of them"),
         ("unloadable", "failed to load: AttributeError"),
     ],
 )
@@ -187,7 +194,7 @@ def test_entry_point_that_brings_no_kind_is_a_sentence_and_no_other_kind_suffers
     assert kinds.make_case({"kind": "product", "size": 8}).name == "product-8"
     assert kinds.make_case({"kind": "op_forward", "sequence": 8}).name == "forward-s8-h8k8-d64-f32"
     assert any(sentence in fault for fault in kinds.faults())
-    assert len(kinds.faults()) == 3
+    assert len(kinds.faults()) == 4
 
 
 def test_kind_that_ships_here_cannot_be_taken_by_a_package(installed):

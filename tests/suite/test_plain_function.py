@@ -135,12 +135,24 @@ def test_a_process_that_a_function_ends_before_anything_runs_is_not_laid_on_jax(
     assert f"it was not found out what {reference} takes: died by SIGABRT" in capsys.readouterr().err
 
 
-def test_files_of_two_folders_each_import_from_their_own(tmp_path, monkeypatch):
+MOVING = """
+import os
+from parts import FOLDER
+
+os.chdir("/")
+
+def f(q, k, v):
+    return FOLDER
+"""
+
+
+def test_files_of_two_folders_each_import_from_their_own_whatever_directory_they_change_to(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
     for folder in ("before", "after"):
         (tmp_path / folder / "parts").mkdir(parents=True)
         (tmp_path / folder / "parts/__init__.py").write_text("from .of import FOLDER\n")
         (tmp_path / folder / "parts/of.py").write_text(f"FOLDER = {folder!r}\n")
-        (tmp_path / folder / "mine.py").write_text("from parts import FOLDER\n\ndef f(q, k, v):\n    return FOLDER\n")
+        (tmp_path / folder / "mine.py").write_text(MOVING)
     for folder in ("before", "after", "before"):
-        assert load(f"{tmp_path}/{folder}/mine.py:f")[0].function(None, None, None) == folder
+        assert load(f"{folder}/mine.py:f")[0].function(None, None, None) == folder

@@ -69,7 +69,7 @@ def test_records_that_are_gone_are_not_said_to_be_kept(run, example_record):
     assert not (run / "records.jsonl").exists()
 
 
-def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
+def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record, refused, monkeypatch):
     with RunStore(tmp_path / "run", resume=False) as store:
         (tmp_path / "run" / "lock").unlink()
         (tmp_path / "run").rmdir()
@@ -77,6 +77,10 @@ def test_directory_that_is_gone_is_a_sentence(tmp_path, example_record):
             store.append([example_record])
         with pytest.raises(InputError, match="cannot write to"):
             files.write_json(store.directory / "run.json", {})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    assert "the current directory was removed; change to one" in refused("report", "run")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> t
             raise InputError(f"{flag} {value} must be at least {least}.")
     if flags.random_tokens and text is not None:
         raise InputError("--random-tokens takes the place of --text; give one of them.")
+    out, text = flags.out.absolute(), text and text.resolved()  # a function or its file may change the directory
     with as_input():
         settings = {name: getattr(flags, name) for name in ("tile_size", "top_k", "min_keys", "granularity")}
         settings["query_tile"] = flags.tile_size
@@ -61,7 +62,8 @@ def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> t
             calibration = calibrate(model, prompts, settings, text=source, progress=progress)
             schedule.check(calibration.num_layers, calibration.kv_heads)
             with files.writing(flags.out):
-                path = calibration.save(flags.out)
+                calibration.save(out)
+            path = flags.out.with_suffix(".safetensors")
             if schedule.schedule == LOSS_RULE:
                 number = schedule.number_of_anchors(calibration.num_layers)
                 return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)

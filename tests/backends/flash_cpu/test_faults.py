@@ -186,9 +186,11 @@ def test_cache_is_for_the_user_alone_whatever_the_umask(monkeypatch, tmp_path):
     assert modes == [0o700, 0o600]
 
 
-def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("not a directory")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+@pytest.mark.parametrize("home", ["file", None])
+def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path, homeless, home):
+    if home is not None:
+        (tmp_path / home).write_text("not a directory")
+        monkeypatch.setenv("HOME", str(tmp_path / home))
     object_cache.write("key", b"content")
     assert object_cache.read("key") is None
 
