@@ -44,8 +44,9 @@ def trained(base):
     return adapters, losses, first
 
 
+@jax.jit
 def logits(params):
-    return jax.jit(lambda p: forward(CONFIG, p, TOKENS[0], resolutions=RESOLUTIONS))(params)
+    return forward(CONFIG, params, TOKENS[0], resolutions=RESOLUTIONS)
 
 
 def test_fresh_adapters_change_nothing(base):

@@ -146,10 +146,6 @@ BROKEN = {
         lambda at: (at / "model.safetensors").write_bytes((at / "model.safetensors").read_bytes()[:1000]),
         "cannot be read as safetensors",
     ),
-    "no weights": (
-        lambda at: (at / "model.safetensors").rename(at / "flax_model.msgpack"),
-        r"holds neither model.safetensors nor .* nor pytorch_model.bin nor",
-    ),
     "shard elsewhere": (
         lambda at: index(at, {"weight_map": {"a": "../a.safetensors"}}),
         "shards lie beside it, without a path",
@@ -163,9 +159,7 @@ BROKEN = {
         for said in ([], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "b\0"}})
     },
     "fewer layers": (lambda at: reconfigure(at, num_hidden_layers=1), "has no place for"),
-    "half a table": (lambda at: (at / "config.json").write_text("{"), "is not valid JSON"),
     "no table": (lambda at: (at / "config.json").write_text("[]"), "is not accepted: expected `object`, got `array`"),
-    "no configuration": (lambda at: (at / "config.json").unlink(), "cannot be read"),
 }
 
 

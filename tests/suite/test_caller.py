@@ -23,13 +23,13 @@ CALLS = (
     ("nnx", {"query_length": 1}),
     ("linen", {"query_length": 1}),
     ("vmap", {"operand": "mask", "batch": 2}),
-    ("vmap", {"operand": "lengths", "batch": 2}),
     ("jit", {"operand": "learned_bias", "gradient": True, "batch": 2}),
     ("jit", {"kv_layout": "HND", "gradient": True, "kv_heads": 1}),
     ("jit", {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "HND"}),
     ("jit", {"query_length": 1, "kv_dtype": "int8", "kv_layout": "NHD"}),
 )
 MORE = (
+    ("vmap", {"operand": "lengths", "batch": 2}),
     ("vmap", {"operand": "key_mask", "batch": 2}),
     ("vmap", {"operand": "bias", "batch": 2}),
     ("jit", {"query_length": 1, "page_size": 8, "batch": 2, "kv_layout": "NHD"}),

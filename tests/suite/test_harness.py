@@ -217,13 +217,11 @@ def test_end_tokens_are_those_of_the_generation_config_before_the_config(tmp_pat
     assert adapter._end_tokens(tmp_path) == {7, 9}
 
 
-@pytest.mark.parametrize("which", ["dense", "sparse"])
-def test_tasks_of_the_harness_run_offline(which, manager, request):
-    model = request.getfixturevalue(which)
+def test_tasks_of_the_harness_run_offline(dense, manager):
     chosen = manager.load(["made_up_choice"])["tasks"]
-    result = evaluator.evaluate(lm=model, task_dict=chosen, bootstrap_iters=0)["results"]
+    result = evaluator.evaluate(lm=dense, task_dict=chosen, bootstrap_iters=0)["results"]
     # By hand: the likeliest continuation of each text.
-    scores = iter(likelihoods(model, *PAIRS))
+    scores = iter(likelihoods(dense, *PAIRS))
     right = [int(np.argmax([next(scores)[0] for _ in choices])) == answer for _, choices, answer in CHOICES]
     assert result["made_up_choice"]["acc,none"] == np.mean(right)
     assert 0 < np.mean(right) < 1

@@ -24,7 +24,6 @@ from attnsuite.suite.kinds.kascade.methods import CONTROLS, METHODS, settings_of
 from attnsuite.suite.kinds.kascade.selection_case import SelectionCase
 from attnsuite.suite.kinds.kascade.selection_kind import SELECTION
 from attnsuite.suite.kinds.kascade.stack_case import StackCase
-from attnsuite.suite.suites import QUICK
 from landing import swept
 
 GATE = SelectionCase(kind="kascade_gate", sequence=256, sequences=8, tile_size=16, top_k=0.25)
@@ -261,8 +260,6 @@ def test_words_change_cases_and_name_them_anew():
     assert applied({}, (GATE,)) == (GATE,)
     swept = [dataclasses.replace(GATE, name="", top_k=k) for k in (0.1, 0.2)]
     assert len(applied({"top_k": 0.5}, swept)) == 1
-    with pytest.raises(InputError, match="--top-k: no case of this suite is about Kascade"):
-        applied({"top_k": 0.5}, QUICK.cases)
 
 
 def test_several_thresholds_and_distances_make_every_case_of_quality_once_for_each_pair():

@@ -44,6 +44,13 @@ def kept_by_hand(top_k, tile, length):
     return kept / (length * (length + 1) / 2)
 
 
+@pytest.fixture
+def no_model(monkeypatch):
+    """Losses of zero, and no model that computes them: for claims about what is said of the attention."""
+    monkeypatch.setattr(perplexity_run, "streamed_nats", lambda _, rows, **__: np.zeros((len(rows), LENGTH - 1)))
+
+
+@pytest.mark.usefixtures("no_model")
 def test_the_backend_that_ran_is_named_beside_the_one_that_was_asked_for(tmp_path, capsys):
     code, said, record = perplexity(capsys, tmp_path, "--model", "text", "--backend", "cudnn", "--options", "x=1")
     ran = record.resolved
@@ -56,12 +63,6 @@ def test_the_backend_that_ran_is_named_beside_the_one_that_was_asked_for(tmp_pat
     assert (record.requested, record.mode, record.exact) == ("cudnn", "fallback", True)
     assert any("cuDNN runs on NVIDIA GPUs" in reason for reason in record.reasons)
     assert "kept_pairs" not in record.quality
-
-
-@pytest.fixture
-def no_model(monkeypatch):
-    """Losses of zero, and no model that computes them: for claims about what is said of the attention."""
-    monkeypatch.setattr(perplexity_run, "streamed_nats", lambda _, rows, **__: np.zeros((len(rows), LENGTH - 1)))
 
 
 @pytest.mark.usefixtures("no_model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import jax
@@ -14,15 +15,6 @@ from attnsuite.suite.user_function import load
 from command import code_of
 
 SUITE = '[[case]]\nkind = "op_forward"\nsequence = 64\nheads = 2\nkv_heads = 2\nhead_dim = 16\nname = "tiny"\n'
-FUNCTIONS = """
-import jax
-
-def plain(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v)
-
-def causal(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-"""
 
 
 def plain(q, k, v):
@@ -107,7 +99,7 @@ def test_what_it_raises_or_an_output_that_is_not_finite_is_told():
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
     (tmp_path / "suite.toml").write_text(SUITE)
-    (tmp_path / "my.py").write_text(FUNCTIONS)
+    (tmp_path / "my.py").write_text("import jax\n\n" + inspect.getsource(plain) + inspect.getsource(causal))
     monkeypatch.chdir(tmp_path)
     return "suite.toml"
 

@@ -293,6 +293,10 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     ],
     "compare": [
         (["run", "nowhere"], "holds no records.jsonl"),
+        (["run", "other", "third"], "compare takes two runs, not 3; with --trend any number."),
+        (["run", "other", "--share", "3"], "--share is about a trend; add --trend."),
+        (["run", "other", "--trend", "--share", "0"], "--share 0 must be above 0"),
+        (["run", "other", "--trend", "--fail-on", "wrong"], "--fail-on compares two runs; leave out --trend."),
         (["run", "./run", "--fail-on", "wrong"], "run run names a run twice; give each once"),
         (["--trend", "run", "other", "./run"], "run other run names a run twice; give each once"),
     ],

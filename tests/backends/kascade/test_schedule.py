@@ -164,7 +164,6 @@ def test_the_table_says_everything():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: manual((1, 2), num_layers=4, kv_heads=2), "layer 0 must be one of them"),
         (lambda: manual((0, 4), num_layers=4, kv_heads=2), "must be layers from 0 to 3"),
         (lambda: manual((0,), num_layers=4, kv_heads=2, calibration=random(0)), "the calibration has 7 layers"),
         (lambda: dynamic_programming(random(0), 8), "anchors=8 must be an integer from 1 to 7"),

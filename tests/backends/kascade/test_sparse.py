@@ -193,11 +193,6 @@ def test_fewer_keys_than_a_tile_are_its_local_region():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_a_number_of_tiles_is_answered_with_the_share_that_it_is():
-    with pytest.raises(ValueError, match=r"12 tiles of 16 keys are top_k=0\.046875 of 4096 keys"):
-        Settings(top_k=12, tile_size=16, query_tile=16)
-
-
 def test_is_registered_approximate_and_never_chosen():
     assert "kascade" in names()
     assert not KASCADE.exact
