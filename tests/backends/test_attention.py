@@ -297,7 +297,7 @@ def test_logits_may_be_large(backend, options, size, sink):
     sinks = None if sink is None else jnp.full(2, sink)
 
     def loss(value):
-        how = {"sinks": sinks, "backend": backend, "backend_options": options}
+        how = {"scale": 0.3, "sinks": sinks, "backend": backend, "backend_options": options}
         out = attention(jnp.full_like(query, abs(size)), rising, value, is_causal=True, **how)
         return (out * query).sum(), out
 
