@@ -208,11 +208,11 @@ def _with_sinks(sunk: Array | None, found: Seen) -> tuple[Seen, Array | None]:
         return found, None
     of_keys = _natural(*found)
     of_sinks = sinks.part(sunk, of_keys)
-    out, top, rest = put_together(of_keys, of_sinks)
+    out, *both = put_together(of_keys, of_sinks)
     # Without weight a sink changes nothing, and the way to natural numbers and back would round large maxima.
     weightless = of_sinks[1] < of_keys[1] - _WEIGHTLESS
-    sums = (jnp.where(weightless, own, both) for own, both in zip(found[1:], of_two(top, rest), strict=True))
-    return (out, *sums), found[1] == UNSEEN_TOP
+    top, total = (jnp.where(weightless, own, new) for own, new in zip(found[1:], of_two(*both), strict=True))
+    return (out, top, total), found[1] == UNSEEN_TOP
 
 
 def _result(calls: Calls, out: Array, top: Array, total: Array) -> Any:
