@@ -32,7 +32,8 @@ from .spec import AttentionSpec
 
 # If the log-sum-exp is above a row's largest score by less than this, its key has the whole row up to rounding.
 _ALONE = 2.0**-21
-UNSEEN = 1e30  # largest score of a row with nothing visible: its probabilities come out as zero
+# Largest score of a row with nothing visible, above every sink: its probabilities come out as zero.
+UNSEEN = float(jnp.finfo(jnp.float32).max)
 
 
 Reader = Callable[[Array, Array, int], Array]  # (tile, start, width) -> [heads, width, dim]

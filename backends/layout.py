@@ -95,9 +95,9 @@ def make_spec(
         )
     value = key if in_keys else value
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if len(_shape(name, x)) != 4:
+        if len(known_shape(name, x)) != 4:
             raise ValueError(
-                f"{name} has shape {_shape(name, x)}; expected 4 dimensions [batch, length, heads, head_dim]."
+                f"{name} has shape {known_shape(name, x)}; expected 4 dimensions [batch, length, heads, head_dim]."
             )
     batch, q_len, heads, head_dim = query.shape
     rows, kv_len, kv_heads, v_dim = value.shape
@@ -113,7 +113,7 @@ def make_spec(
         )
     if layout.page_table is not None:
         options |= {"num_pages": rows, "page_size": kv_len}
-        table = _shape("page_table", layout.page_table)
+        table = known_shape("page_table", layout.page_table)
         if len(table) != 2 or table[0] != batch or not table[1]:
             raise ValueError(
                 f"page_table has shape {table}; expected ({batch}, pages_per_sequence), a row per sequence."
@@ -194,19 +194,19 @@ def check_layout(spec: AttentionSpec, layout: Layout) -> Layout:
             )
     if (layout.query_segment_ids is None) != (layout.key_value_segment_ids is None):
         raise ValueError("query_segment_ids and key_value_segment_ids go together; give both or neither.")
-    for name, (_, axes) in ARRAYS.items():
+    for name, (announced, axes) in ARRAYS.items():
         x, shape = getattr(layout, name), shape_of(spec, axes)
         if x is None:
             continue
         if name == "mask":
             check_array(name, x, shape, "bool", broadcasts=True)
             continue
-        if _shape(name, x) != shape:
-            raise ValueError(f"{name} has shape {_shape(name, x)}; expected {shape}.")
+        if known_shape(name, x) != shape:
+            raise ValueError(f"{name} has shape {known_shape(name, x)}; expected {shape}.")
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; expected an integer dtype.")
         if x.dtype != jnp.int32 and isinstance(x, np.ndarray | jax.Array):  # in a narrow or unsigned one sums wrap
-            layout = dataclasses.replace(layout, **{name: as_int32(name, x)})
+            layout = dataclasses.replace(layout, **{name: as_int32(name, x, are_ids=announced == "has_segment_ids")})
     return layout
 
 
@@ -225,23 +225,24 @@ def as_array(name: str, x: Any) -> Any:
         raise ValueError(f"{name} is a {given}, of which JAX makes no array ({why}); give one of numbers.") from error
 
 
-def as_int32(name: str, x: EitherArray) -> EitherArray:
+def as_int32(name: str, x: EitherArray, *, are_ids: bool) -> EitherArray:
     """``x`` in int32, whose ends stand for what is beyond them.
 
-    A NumPy array with such numbers raises ValueError. So do segment ids, which would become one document; traced ones
-    in a dtype that may hold such numbers do, too.
+    A NumPy array with such numbers raises ValueError. So do ids, which would become one document; traced ids in a dtype
+    that may hold such numbers do, too.
     """
-    limits, known, wide = np.iinfo(np.int32), isinstance(x, np.ndarray), jnp.iinfo(x.dtype).max > np.iinfo(np.int32).max
-    ids = wide and name.endswith("segment_ids")
-    if ids and isinstance(x, Tracer):
+    limits = jnp.iinfo(jnp.int32)
+    if jnp.iinfo(x.dtype).max <= limits.max:
+        return x.astype(np.int32)
+    if are_ids and isinstance(x, Tracer):
         raise ValueError(
             f"{name} is {x.dtype} and traced, so that its numbers are not known; expected int32: "
             f"give {name}.astype(jnp.int32), with ids that int32 holds."
         )
-    if (known or ids) and x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
-        raise ValueError(f"{name} has numbers from {x.min()} to {x.max()}; expected numbers that int32 holds.")
-    if wide and not known:  # its numbers are not known here
+    if not (are_ids or isinstance(x, np.ndarray)):
         x = jnp.clip(x, max(limits.min, jnp.iinfo(x.dtype).min), limits.max)
+    elif x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
+        raise ValueError(f"{name} has numbers from {x.min()} to {x.max()}; expected numbers that int32 holds.")
     return x.astype(np.int32)
 
 
@@ -261,8 +262,8 @@ def check_operands(spec: AttentionSpec, query: Any, key: Any, value: Any) -> Non
     if value is None:
         del expected["value"]
     for name, (x, shape, dtype) in expected.items():
-        if _shape(name, x) != shape:
-            raise ValueError(f"{name} has shape {_shape(name, x)}; the spec of this plan says {shape}.")
+        if known_shape(name, x) != shape:
+            raise ValueError(f"{name} has shape {known_shape(name, x)}; the spec of this plan says {shape}.")
         if str(x.dtype) != dtype:
             raise ValueError(f"{name} is {x.dtype}; the spec of this plan says {dtype}; cast one, or plan anew.")
 
@@ -316,10 +317,15 @@ def check_terms(spec: AttentionSpec | None, terms: Terms) -> None:
         check_array(operand.name, x, shape, "a floating dtype", broadcasts=operand.broadcasts)
 
 
-def _shape(name: str, x: Any) -> tuple[int, ...]:
-    """The shape of an array. Raises ValueError for something else."""
+def known_shape(name: str, x: Any) -> tuple[int, ...]:
+    """The shape of an array. Raises ValueError for something else, and for sizes that are no numbers."""
     if not hasattr(x, "shape"):
         raise ValueError(f"{name} is a {type(x).__name__}; give an array, such as jnp.asarray({name}).")
+    if not all(isinstance(size, int | np.integer) for size in x.shape):
+        raise ValueError(
+            f"{name} has the symbolic shape {x.shape}; a backend is chosen and planned for sizes that are numbers, so "
+            "call jax.export with a shape of numbers, once for each."
+        )
     return tuple(x.shape)
 
 
@@ -329,7 +335,7 @@ _KINDS = {"bool": jnp.bool_, "a floating dtype": jnp.floating, "float32": jnp.fl
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, *, broadcasts: bool) -> None:
     """Raise ValueError unless ``x`` has ``shape``, or broadcasts to it, and is of ``dtype`` (a key of ``_KINDS``)."""
-    given = _shape(name, x)
+    given = known_shape(name, x)
     fits = len(given) == len(shape) and all(
         have == want or (broadcasts and have == 1) for have, want in zip(given, shape, strict=True)
     )

@@ -22,9 +22,10 @@ class AttentionSpec(Announced):
 
     ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads, head_dim]``,
     ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads KV head
-    ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; ``value_head_dim=None`` means
-    ``head_dim``; ``local_window_size=w`` means ``(w, w)``: a query at position p sees key positions p-left to p+right,
-    both included. The ``has_*`` fields say which arrays a :class:`Layout` brings, and which :class:`Terms` do.
+    ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; a number is at most 1e6, and
+    ``logits_soft_cap`` at most 1e30. ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means
+    ``(w, w)``: a query at position p sees key positions p-left to p+right, both included. The ``has_*`` fields say
+    which arrays a :class:`Layout` brings, and which :class:`Terms` do.
     With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output.
 
     With ``page_size``, key and value are pages ``[num_pages, page_size, num_kv_heads, dim]``, the layout brings a page

@@ -99,18 +99,18 @@ class KVCache:
             raise ValueError(
                 "attention='full' sees later tokens, so it cannot be cached; call the model on all of them."
             )
-        require_positive_int("batch", batch)
-        require_positive_int("capacity", capacity)
+        batch = require_positive_int("batch", batch)
+        capacity = require_positive_int("capacity", capacity)
+        config.check_length("capacity", capacity)
         table, rows, slots = None, batch, capacity
         if page_size is not None:
-            require_positive_int("page_size", page_size)
+            page_size = require_positive_int("page_size", page_size)
             of_sequence = -(-capacity // page_size)
             capacity, table = of_sequence * page_size, np.full((batch, of_sequence), -1, np.int32)
             rows, slots = batch * of_sequence if num_pages is None else num_pages, page_size
-            require_positive_int("num_pages", rows)
+            rows = require_positive_int("num_pages", rows)
         elif num_pages is not None:
             raise ValueError(f"num_pages={num_pages!r} is about a paged cache; give page_size too, or leave it out.")
-        config.check_length("capacity", capacity)
         dtype = dtype or default_dtype(config)
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +12,17 @@ import numpy as np
 LARGEST_SIZE = 2**31 - 1  # the largest int32 index of XLA
 
 
-def require_positive_int(name: str, value: object, most: int = LARGEST_SIZE) -> None:
-    """Raise ValueError unless ``value`` is an integer from 1 to ``most``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def require_positive_int(name: str, value: Any, most: int = LARGEST_SIZE) -> int:
+    """``value``, an integer of Python, NumPy or JAX, as Python's. Raises ValueError unless it is from 1 to ``most``."""
+    try:
+        whole = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = 0
+    if whole < 1:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-    if value > most:
+    if whole > most:
         raise ValueError(f"{name} is above {most}, the most that is accepted.")
+    return whole
 
 
 def is_number(value: Any) -> bool:

@@ -144,11 +144,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        require_positive_int("hidden_size", self.hidden_size)
+        object.__setattr__(self, "hidden_size", require_positive_int("hidden_size", self.hidden_size))
         if self.intermediate_size is None:
             object.__setattr__(self, "intermediate_size", max(self.hidden_size * 43 // 16, 1))
         for field in dataclasses.fields(self):
-            _check_by_type(field.name, str(field.type), getattr(self, field.name))
+            object.__setattr__(self, field.name, _checked(field.name, str(field.type), getattr(self, field.name)))
         self._check_heads()
         self._check_scaling()
         if self.qk_norm and not self.use_rmsnorm:
@@ -312,17 +312,21 @@ class ModelConfig:
         return dataclasses.replace(self, **overrides)
 
 
-def _check_by_type(name: str, kind: str, value: Any) -> None:
-    """Raise ValueError for a number or a switch that is none. A field ``| None`` may be None, and no other."""
+def _checked(name: str, kind: str, value: Any) -> Any:
+    """The value, an integer as Python's. Raises ValueError for a number or a switch that is none.
+
+    A field ``| None`` may be None, and no other.
+    """
     if value is None and kind.endswith("| None"):
-        return
+        return None
     match kind.removesuffix(" | None"):
         case "int":
-            require_positive_int(name, value, _MOST.get(name, LARGEST_SIZE))
+            return require_positive_int(name, value, _MOST.get(name, LARGEST_SIZE))
         case "float":
             require_positive_real(name, value)
         case "bool" if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False.")  # a wrong type is a wrong value
+    return value
 
 
 def _check_names(overrides: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from .config import Activation, ModelConfig
 from .parameters import Params
+from .rope import along_last
 
 _CLIP, _SHARPNESS = 7.0, 1.702  # swiglu_limit and swiglu_alpha of gpt-oss
 _MATRICES = ("experts_gate_proj", "experts_up_proj", "experts_down_proj")
@@ -38,7 +39,7 @@ def mixture(
     """The output of a layer's experts. In float32 the router weighs them: zero for an expert that was not chosen."""
     scores = jnp.einsum("bti,ei->bte", x, layer["router"].astype(x.dtype), preferred_element_type=jnp.float32)
     if config.expert_bias:
-        scores = scores + layer["router_bias"].astype(jnp.float32)
+        scores = scores + along_last(layer["router_bias"], 3).astype(jnp.float32)
     chosen_weights, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.chosen_experts)
     if config.normalise_experts:
         chosen_weights = chosen_weights / chosen_weights.sum(-1, keepdims=True)
@@ -58,4 +59,4 @@ def mixture(
 def _linear(x: Array, expert: Params, name: str) -> Array:
     out = jnp.einsum("bti,oi->bto", x, expert[name].astype(x.dtype))
     bias = expert.get(f"{name}_bias")
-    return out if bias is None else out + bias.astype(x.dtype)
+    return out if bias is None else out + along_last(bias, 3).astype(x.dtype)

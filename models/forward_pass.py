@@ -31,7 +31,7 @@ from .experts import gated, mixture
 from .parameters import LAYER_NORMS, Params
 from .planning import Resolutions
 from .rematerialise import Remat, rematerialised
-from .rope import angles, grown_frequencies, inverse_frequencies, rotate
+from .rope import along_last, angles, grown_frequencies, inverse_frequencies, rotate
 from .rope_scaling import DynamicScaling
 
 Tokens = Int[Array, "batch length"]
@@ -373,9 +373,9 @@ def _norm(
         wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + config.norm_eps)
     if config.norm_plus_one:  # rounded once, after the product; Llama rounds before it
-        return ((1.0 + params[name].astype(jnp.float32)) * wide).astype(x.dtype)
-    x = params[name].astype(x.dtype) * wide.astype(x.dtype)
-    return x if config.use_rmsnorm else x + params[f"{name}_bias"].astype(x.dtype)
+        return ((1.0 + along_last(params[name], x.ndim).astype(jnp.float32)) * wide).astype(x.dtype)
+    x = along_last(params[name], x.ndim).astype(x.dtype) * wide.astype(x.dtype)
+    return x if config.use_rmsnorm else x + along_last(params[f"{name}_bias"], x.ndim).astype(x.dtype)
 
 
 def _unit(config: ModelConfig, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
@@ -388,7 +388,7 @@ def _linear(x: Hidden, layer: Params, name: str) -> Float[Array, "batch length o
     """A projection of a layer, with its bias and its low-rank update (``models/lora.py``) where the layer has them."""
     out = _slope_once(jnp.einsum("bti,oi->bto", x, layer[name].astype(x.dtype)))
     bias, adapter = layer.get(f"{name}_bias"), layer.get(f"{name}_lora")
-    out = out if bias is None else out + bias.astype(x.dtype)
+    out = out if bias is None else out + along_last(bias, 3).astype(x.dtype)
     return out if adapter is None else out + adapter(x)
 
 

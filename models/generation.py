@@ -54,7 +54,8 @@ def generate(
     >>> generate(model, [[1, 2, 3]], 4).shape
     (1, 4)
     """
-    _check_numbers(max_new_tokens, temperature, top_p, seed)
+    max_new_tokens = require_positive_int("max_new_tokens", max_new_tokens)
+    _check_numbers(temperature, top_p, seed)
     _require_untraced(tokens, lengths, padding_mask)
     stops = [] if stop_token is None else list(stop_token) if isinstance(stop_token, Collection) else [stop_token]
     for token in stops:
@@ -106,8 +107,7 @@ def _stopped(out: np.ndarray, stops: list[int], length: int) -> Int[np.ndarray, 
     return np.pad(np.where(np.cumsum(found, axis=1) > 0, first, out), ((0, 0), (0, length - out.shape[1])), mode="edge")
 
 
-def _check_numbers(max_new_tokens: Any, temperature: float, top_p: float, seed: Any) -> None:
-    require_positive_int("max_new_tokens", max_new_tokens)
+def _check_numbers(temperature: float, top_p: float, seed: Any) -> None:
     if not (is_number(temperature) and temperature >= 0.0):
         raise ValueError(f"temperature={temperature!r} must be at least 0 (0: always the likeliest token).")
     if not (is_number(top_p) and 0.0 < top_p <= 1.0):

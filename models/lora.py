@@ -80,7 +80,7 @@ class LoraConfig:
     targets: tuple[str, ...] = ("q_proj", "v_proj")
 
     def __post_init__(self) -> None:
-        require_positive_int("rank", self.rank)
+        object.__setattr__(self, "rank", require_positive_int("rank", self.rank))
         require_positive_real("alpha", self.alpha)
         object.__setattr__(self, "targets", tuple(self.targets))
         unknown = [name for name in self.targets if name not in PROJECTIONS]

@@ -16,6 +16,11 @@ from jaxtyping import Array, Float, Int
 from .rope_scaling import AnyScaling, DynamicScaling
 
 
+def along_last(x: Array | np.ndarray, rank: int) -> Array:
+    """``x`` with axes of one in front, up to ``rank``: what JAX adds only where a caller lets it promote ranks."""
+    return jnp.expand_dims(x, tuple(range(rank - x.ndim)))
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: AnyScaling | None = None) -> np.ndarray:
     """Radians per position of each of the ``head_dim/2`` pairs, float32.
 
@@ -34,14 +39,15 @@ def grown_frequencies(
     # The base grows by `growth`: each frequency theta ** -x, x = 2i / head_dim, shrinks by growth ** -x.
     growth = (scaling.factor * over - (scaling.factor - 1.0)) ** (head_dim / (head_dim - 2))
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
-    return jnp.asarray(inverse_frequencies(head_dim, theta)) * growth[..., None] ** -exponents
+    powers = growth[..., None] ** -along_last(exponents, growth.ndim + 1)
+    return along_last(inverse_frequencies(head_dim, theta), powers.ndim) * powers
 
 
 def angles(
     positions: Int[Array, "batch length"], inverse_frequency: np.ndarray | Float[Array, "#batch length half"]
 ) -> tuple[Float[Array, "batch length half"], Float[Array, "batch length half"]]:
     """Cosine and sine of every position and pair, float32; ``inverse_frequency`` may differ between positions."""
-    turned = positions.astype(jnp.float32)[:, :, None] * inverse_frequency
+    turned = positions.astype(jnp.float32)[:, :, None] * along_last(inverse_frequency, 3)
     if turned.shape[1] == 1:
         return jnp.cos(turned), jnp.sin(turned)
     return jax.lax.platform_dependent(turned, cpu=_in_a_loop, default=lambda x: (jnp.cos(x), jnp.sin(x)))

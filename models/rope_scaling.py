@@ -31,7 +31,6 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _check(self, "factor", "low_freq_factor", "high_freq_factor")
-        require_positive_int("rope_scaling.original_max_length", self.original_max_length)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"rope_scaling.high_freq_factor={self.high_freq_factor} must be above "
@@ -78,7 +77,6 @@ class DynamicScaling:
 
     def __post_init__(self) -> None:
         _check(self, "factor")
-        require_positive_int("rope_scaling.original_max_length", self.original_max_length)
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """The frequencies of a document that is not longer than ``original_max_length``: unchanged."""
@@ -107,7 +105,6 @@ class YarnScaling:
     def __post_init__(self) -> None:
         given = [name for name in ("attention_factor", "mscale", "mscale_all_dim") if getattr(self, name) is not None]
         _check(self, "factor", "beta_fast", "beta_slow", *given)
-        require_positive_int("rope_scaling.original_max_length", self.original_max_length)
         if not isinstance(self.truncate, bool):
             raise ValueError(f"rope_scaling.truncate={self.truncate!r} must be True or False.")  # noqa: TRY004
         if self.beta_fast <= self.beta_slow:
@@ -145,3 +142,6 @@ AnyScaling = RopeScaling | LinearScaling | DynamicScaling | YarnScaling
 def _check(scaling: Any, *names: str) -> None:
     for name in names:
         require_positive_real(f"rope_scaling.{name}", getattr(scaling, name))
+    if hasattr(scaling, "original_max_length"):
+        length = require_positive_int("rope_scaling.original_max_length", scaling.original_max_length)
+        object.__setattr__(scaling, "original_max_length", length)

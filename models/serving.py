@@ -37,7 +37,7 @@ class Request:
     arrives: float = 0.0
 
     def __post_init__(self) -> None:
-        require_positive_int("new_tokens", self.new_tokens)
+        object.__setattr__(self, "new_tokens", require_positive_int("new_tokens", self.new_tokens))
         if len(self.prompt) == 0:
             raise ValueError("prompt is empty; give at least one token.")
         if not (is_number(self.arrives) and 0.0 <= self.arrives < float("inf")):
@@ -84,7 +84,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name in ("sequences", "capacity", "tokens_per_step", "page_size"):
-            require_positive_int(name, getattr(self, name))
+            object.__setattr__(self, name, require_positive_int(name, getattr(self, name)))
         if self.tokens_per_step < self.sequences:
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} is below sequences={self.sequences}; a step needs room for a "
@@ -138,9 +138,9 @@ def serve(
     num_pages, page_size = cache.pages or (0, 1)
     for number, request in enumerate(requests):
         check_tokens([request.prompt], model.config.vocab_size)
-        if request.length > cache.capacity or -(-request.length // page_size) > num_pages:
+        if request.length > sizes.capacity or -(-request.length // page_size) > num_pages:
             raise ValueError(
-                f"request {number} needs {request.length} slots; a sequence has {cache.capacity}, and all pages "
+                f"request {number} needs {request.length} slots; a sequence has {sizes.capacity}, and all pages "
                 f"together {num_pages * page_size}."
             )
     found = planned(model.config, call, **ragged_problem(cache, sizes))

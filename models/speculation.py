@@ -42,7 +42,7 @@ def keep(cache: KVCache, drafted: int | Sequence[int] | np.ndarray, path: Any, l
     if isinstance(drafted, Sequence | np.ndarray):
         parents, count = np.asarray(masks.Tree(tuple(drafted)).parents), len(drafted)
     else:
-        require_positive_int("drafted", drafted)
+        drafted = require_positive_int("drafted", drafted)
         parents, count = np.arange(-1, drafted - 1), drafted
     path = np.asarray(path)
     if path.ndim != 2 or path.shape[0] != cache.batch or not 0 < path.shape[1] <= count:

@@ -53,7 +53,7 @@ def streamed_nats(
     config, tokens = checkpoint.config, np.asarray(check_tokens(np.asarray(tokens), checkpoint.config.vocab_size))
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [sequences, 2 or more].")
-    require_positive_int("batch", batch)
+    batch = require_positive_int("batch", batch)
     count, length = tokens.shape[0], tokens.shape[1] - 1
     padded = np.pad(tokens, ((0, -count % batch), (0, 0)))  # one shape, one compilation
     parts = [jnp.asarray(part, jnp.int32) for part in padded.reshape(-1, batch, length + 1)]

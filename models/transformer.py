@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from attnsuite.backends import Resolution, masks
-from attnsuite.backends.layout import as_int32
+from attnsuite.backends.layout import as_int32, known_shape
 
 from .cache import KVCache, default_dtype, slot_shapes
 from .config import AttentionType, ModelConfig
@@ -120,7 +121,7 @@ class Transformer(nnx.Module):
                 raise ValueError(f"segment_ids has shape {ids.shape}; expected that of tokens, {tokens.shape}.")
             if not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise ValueError(f"segment_ids has dtype {ids.dtype}; expected integers (for booleans: padding_mask).")
-            segment_ids = jnp.asarray(as_int32("segment_ids", ids))
+            segment_ids = jnp.asarray(as_int32("segment_ids", ids, are_ids=True))
         if padding_mask is not None:
             segment_ids = segment_ids_of(padding_mask, tokens.shape, segment_ids)
         packed = segment_ids is not None
@@ -168,6 +169,7 @@ class Transformer(nnx.Module):
         if shapes != (expected := slot_shapes(self.config, shapes[0][0], shapes[0][2])[0]):
             raise ValueError(f"the cache has keys of shapes {shapes}, this model {expected}; make it one of its own.")
         after = cache.lengths_after(length, lengths)
+        self.config.check_length("length", int(after.max()))  # a paged cache may have more slots
         table = cache.table_after(after)
         tree = None if parents is None else _tree(tuple(parents), length, cache, lengths)
         problem = {} if cache.is_empty else cache.problem
@@ -227,11 +229,13 @@ def check_tokens(tokens: Any, vocab_size: int) -> Array:
         raise ValueError(
             f"tokens makes no array ({error}); pad its rows to one length, and give padding_mask or lengths."
         ) from error
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
-        raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}; expected integers [batch, length], not empty.")
-    if not on_device and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    shape = known_shape("tokens", tokens)
+    if len(shape) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in shape:
+        raise ValueError(f"tokens is {tokens.dtype}{list(shape)}; expected integers [batch, length], not empty.")
+    known = not on_device or (not isinstance(tokens, Tracer) and tokens.is_fully_addressable and tokens.is_ready())
+    if known and not 0 <= (numbers := np.asarray(tokens)).min() <= numbers.max() < vocab_size:
         raise ValueError(
-            f"tokens reach from {tokens.min()} to {tokens.max()}; this model has tokens 0 to {vocab_size - 1}."
+            f"tokens reach from {numbers.min()} to {numbers.max()}; this model has tokens 0 to {vocab_size - 1}."
         )
     return jnp.asarray(tokens)
 

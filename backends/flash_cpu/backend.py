@@ -52,7 +52,9 @@ from .visibility import Visibility, pairs, visibility, without
 
 _LOG2_E_HIGH = 23 / 16  # its product with an integer below 2**19 is exact in float32
 _LOG2_E_LOW = LOG2_E - _LOG2_E_HIGH
+# Of a maximum above 1e9 more is lost than an exponential holds; that is less than the maximum's own rounding error.
 _MOST_LOST = 64.0
+_WEIGHTLESS = 128.0  # so far below the maximum of its row a sink is lost in the sum
 # Gradients of so few queries or keys take XLA's plain formula, whose scores are linear in the other length. If every
 # row has one key with nearly all of its weight, the rounding of rowsum(dO * O) is larger than the slopes.
 SHORT = 16
@@ -205,8 +207,12 @@ def _with_sinks(sunk: Array | None, found: Seen) -> tuple[Seen, Array | None]:
     if sunk is None:
         return found, None
     of_keys = _natural(*found)
-    out, top, rest = put_together(of_keys, sinks.part(sunk, of_keys))
-    return (out, *of_two(top, rest)), found[1] == UNSEEN_TOP
+    of_sinks = sinks.part(sunk, of_keys)
+    out, *both = put_together(of_keys, of_sinks)
+    # Without weight a sink changes nothing, and the way to natural numbers and back would round large maxima.
+    weightless = of_sinks[1] < of_keys[1] - _WEIGHTLESS
+    top, total = (jnp.where(weightless, own, new) for own, new in zip(found[1:], of_two(*both), strict=True))
+    return (out, top, total), found[1] == UNSEEN_TOP
 
 
 def _result(calls: Calls, out: Array, top: Array, total: Array) -> Any:
@@ -251,14 +257,14 @@ def natural(top: Array, total: Array) -> tuple[Array, Array]:
     that a quotient of the size of the logits would round away.
     """
     whole = jnp.round(top / LOG2_E)
-    return whole, jnp.log(total) + ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / LOG2_E
+    lost = ((top - whole * _LOG2_E_HIGH) - whole * _LOG2_E_LOW) / LOG2_E
+    return whole, jnp.log(total) + jnp.clip(lost, -_MOST_LOST, _MOST_LOST)
 
 
 def of_two(top: Array, rest: Array) -> tuple[Array, Array]:
     """The inverse: a power of two and a sum for the kernel, from an integer ``top`` and ``rest``."""
     power = top * LOG2_E
     lost = (top * _LOG2_E_HIGH - power) + top * _LOG2_E_LOW
-    # Of a sink above 1e9 more is lost than an exponential holds; that is less than the sink's own rounding error.
     return power, jnp.exp(rest + jnp.clip(lost / LOG2_E, -_MOST_LOST, _MOST_LOST))
 
 

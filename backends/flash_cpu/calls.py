@@ -120,7 +120,7 @@ class Calls:
     def forward(
         self, query: Array, key: Array, value: Array, seen: Visibility, extra: Mapping[str, Any] = _NOTHING
     ) -> tuple[Float[Array, "b t n v"], Float[Array, "b t n"], Float[Array, "b t n"]]:
-        """Output, and per row the maximum in powers of two (1e30: sees nothing) and the sum above it.
+        """Output, and per row the maximum in powers of two (UNSEEN_TOP: sees nothing) and the sum above it.
 
         ``extra`` maps operands of ``added.py`` to their arrays.
         """

@@ -26,11 +26,10 @@ from .isa import Isa
 from .panels import Blocks, emit_pack, emit_row_numbers, head_groups
 from .products import Scores, Weighted
 from .running_sums import RunningSums
-from .softmax import HIDDEN, softmax
+from .softmax import HIDDEN, UNSEEN_TOP, softmax
 
 BLOCK_KEYS = 96
 _OF_GROUP = ("top", "total", "decay", "first", "last", "query_id")  # in the order of the softmax function's arguments
-UNSEEN_TOP = 1e30  # maximum of a row that sees nothing: its probabilities come out as zero in the backward pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

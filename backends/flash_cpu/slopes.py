@@ -18,7 +18,7 @@ from .elements import exp2, narrow, pairs, tanh
 from .emit import Function, Value, f32, i32, i64, ptr, vector
 from .isa import Isa
 from .masking import Lanes
-from .softmax import CAP_INNER, CAP_OUTER, GRADIENT_SCALE, HIDDEN, LOG_2, SCALE, Modify
+from .softmax import CAP_INNER, CAP_OUTER, GRADIENT_SCALE, HIDDEN, LOG_2, SCALE, Modify, in_powers
 
 ALONE = 1.0 - 2.0**-21  # a probability above this is one
 LARGE_TOP = 92.0  # in powers of two: logits of 64
@@ -76,6 +76,8 @@ def slopes(
         top, inverse, delta, limit, d_lse = (row(n) for n in (TOP, INVERSE, DELTA, LIMIT, D_LSE))
         negative = [e.const(type_, 0.0) - x for x in top]
         factors = [e.splat(numbers.at(n).load(f32), lanes) for n in (SCALE, CAP_INNER, CAP_OUTER, GRADIENT_SCALE)]
+        fused = not (soft_cap or added or modify is not None)
+        factors[0] = in_powers(e, isa, scores, queries, top, factors[0], start, stop, fused=fused)
         bounds = (per_query.at(n * queries, 4) for n in (FIRST, LAST, QUERY_ID))
         see = Lanes.of(isa, *bounds) if mixed else None
         zero = e.const(type_, 0.0)

@@ -11,7 +11,9 @@ scores into powers of two, ``s = raw * scale``; it is fused into the subtraction
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 
 from llvmlite import ir
@@ -22,7 +24,10 @@ from .isa import Isa
 from .masking import Lanes
 
 HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query that has seen nothing
+# Maximum of a row that sees nothing, float32's largest number: its probabilities come out as zero in the backward pass.
+UNSEEN_TOP = 3.4028234663852886e38
 _LAZY = 8.0
+_LARGE = 4096.0
 
 LOG_2, LOG2_E = math.log(2.0), math.log2(math.e)
 # (function, score, factor to it, the group's rows, vector, key position) -> score in powers of two, derivative
@@ -55,6 +60,37 @@ def _raise(e: Function, isa: Isa, new: list[Value], top: Value, total: Value, de
             totals[v].store(totals[v].load(type_) * factor)
             tops[v].store(raise_to)
     return some
+
+
+def in_powers(
+    e: Function,
+    isa: Isa,
+    scores: Value,
+    queries: int,
+    tops: list[Value],
+    scale: Value,
+    start: Value,
+    stop: Value,
+    *,
+    fused: bool,
+) -> Value:
+    """The factor from a block's scores to powers of two; 1 where a maximum is large, of scores that then are such.
+
+    A maximum is a rounded product, and a ``fused`` product is not rounded. For a large maximum the two differ by more
+    than :func:`exp2` holds.
+    """
+    if not fused:
+        return scale
+    factor = e.variable(scale)
+    large = [(e.max(x, e.const(x.type, 0.0) - x) > _LARGE) & (x > HIDDEN) & (x < UNSEEN_TOP) for x in tops]
+    with e.when(e.any(functools.reduce(operator.or_, large))):
+        factor.set(e.const(scale.type, 1.0))
+        with e.loop(start, stop) as k:
+            for v in range(isa.score_vectors):
+                place = scores.at(k * queries + v * isa.lanes, 4)
+                x = place.load(scale.type)
+                place.store(e.select(x <= HIDDEN / 2, x, x * scale))
+    return factor()
 
 
 def softmax(
@@ -114,7 +150,10 @@ def softmax(
         found = [x() for x in highest]
         new = [e.select(x > HIDDEN / 2, x * scale, HIDDEN) if hides else x * scale for x in found]
         some = _raise(e, isa, new, top, total, decay)
-        negative = [e.const(type_, 0.0) - of(top, v).load(type_) for v in vectors]
+        tops = [of(top, v).load(type_) for v in vectors]
+        fused = not (soft_cap or modifies or added)
+        scale = in_powers(e, isa, scores, queries, tops, scale, start, stop, fused=fused)
+        negative = [e.const(type_, 0.0) - x for x in tops]
         sums = [e.variable(e.const(type_, 0.0)) for _ in vectors]
 
         def weight(k: Value, v: int) -> Value:

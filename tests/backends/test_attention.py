@@ -203,6 +203,12 @@ def test_numpy_input_is_taken():
     np.testing.assert_array_equal(attention(*arrays, backend="standard"), attention(*qkv(), backend="standard"))
 
 
+def test_symbolic_shapes_are_refused_in_a_sentence():
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8, 2, 16"), jnp.float32)
+    with pytest.raises(ValueError, match=r"query has the symbolic shape \(b, 8, 2, 16\); a backend is chosen"):
+        jax.eval_shape(attention, x, x, x)
+
+
 def test_nothing_is_traced_before_a_refusal():
     with pytest.raises(backends.BackendUnavailableError, match="cudnn cannot run this"):
         jax.eval_shape(functools.partial(attention, backend="cudnn", on_unavailable="raise"), *qkv())
@@ -278,14 +284,38 @@ def test_sinks_in_half_precision_are_computed_with_in_float32(dtype: str) -> Non
     np.testing.assert_array_equal(found, attention(*qkv(), sinks=sinks.astype(jnp.float32), backend="standard"))
 
 
+# With an option chunked takes its blocks, however few the scores.
+BY_BLOCKS = [*((backend, {}) for backend in BACKENDS), ("chunked", {"block_q": 8})]
+
+
+@pytest.mark.parametrize(("backend", "options"), BY_BLOCKS)
+@pytest.mark.parametrize(("size", "sink"), [(1e4, None), (3e9, None), (3e9, 0.0), (1e20, 0.0), (-3e9, -jnp.inf)])
+def test_logits_may_be_large(backend, options, size, sink):
+    """They grow with the key, so that each query has the whole of its last key, or of its first."""
+    query, key, value = qkv(40, 40, 2)
+    rising = jnp.sign(size) * jnp.broadcast_to(jnp.arange(1.0, 41)[None, :, None, None], key.shape)
+    sinks = None if sink is None else jnp.full(2, sink)
+
+    def loss(value):
+        how = {"scale": 0.3, "sinks": sinks, "backend": backend, "backend_options": options}
+        out = attention(jnp.full_like(query, abs(size)), rising, value, is_causal=True, **how)
+        return (out * query).sum(), out
+
+    slopes, out = jax.grad(loss, has_aux=True)(value)
+    seen = value if size > 0 else jnp.broadcast_to(value[:, :1], value.shape)
+    np.testing.assert_allclose(out, seen, rtol=1e-6)
+    expected = query if size > 0 else jnp.zeros_like(query).at[:, 0].set(query.sum(1))
+    np.testing.assert_allclose(slopes, expected, atol=1e-5)
+
+
 @pytest.mark.wrong_types  # JAX builds the tree of traced lengths from placeholders
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "options"), BY_BLOCKS)
 @pytest.mark.parametrize("queries", [24, 1])
-def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(backend, queries):
+def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(backend, options, queries):
     sinks, visible = jnp.array([-jnp.inf, 1e10, 1e30, jnp.inf]), jnp.array([24, 0])
 
     def loss(query, sinks):
-        lengths = {"key_value_seq_lengths": visible, "backend": backend}
+        lengths = {"key_value_seq_lengths": visible, "backend": backend, "backend_options": options}
         out, lse = attention(query, *qkv()[1:], sinks=sinks, return_log_sum_exp=True, **lengths)
         return (out**2).sum() + jnp.where(jnp.abs(lse) < 1e3, lse, 0).sum(), (out, lse)
 

@@ -232,15 +232,17 @@ def test_a_quantised_cache_is_a_cache_of_rounded_keys_and_values(kind, kv_dtype,
     assert cache.nbytes < 0.5 * model.new_cache(2, 12, "float32").nbytes
 
 
+# A sequence of 15 tokens has pages for 16, or for 33 where 32 positions are learned.
 @pytest.mark.serving
-def test_generation_takes_the_dtype_and_the_pages_of_its_cache(monkeypatch):
-    model, made, create = make("mixed"), [], Transformer.new_cache
+@pytest.mark.parametrize(("name", "page_size"), [("mixed", 4), ("learned-positions", 33)])
+def test_generation_takes_the_dtype_and_the_pages_of_its_cache(name, page_size, monkeypatch):
+    model, made, create = make(name), [], Transformer.new_cache
     monkeypatch.setattr(
         Transformer, "new_cache", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
     )
     plain, paged, _ = (
         generate(model, tokens_for(2, 6), 9, lengths=[6, 3], **how, **CALL).tolist()
-        for how in ({}, {"page_size": 4}, {"cache_dtype": "int8"})
+        for how in ({}, {"page_size": page_size}, {"cache_dtype": "int8"})
     )
     assert paged == plain
     assert [(cache.dtype, cache.page_table is None) for cache in made] == [

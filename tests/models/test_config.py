@@ -1,7 +1,10 @@
 import dataclasses
+import json
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnsuite.models import ModelConfig
@@ -52,10 +55,18 @@ def test_uniform_attention_follows_the_number_of_layers():
     assert config.attention == ("sliding",) * 5
 
 
+@pytest.mark.parametrize("number", [np.int64(3), np.array(3, np.uint8), jnp.int32(3)], ids=repr)
+def test_an_integer_of_numpy_or_jax_is_kept_as_pythons(number):
+    config = ModelConfig.from_preset("debug", num_layers=number)
+    assert json.dumps(config.num_layers) == "3"
+    assert config == ModelConfig.from_preset("debug", num_layers=3)
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
+        ({"num_layers": np.True_}, "num_layers=np.True_ must be an integer of at least 1"),
         ({"num_layers": 10**18}, "num_layers is above 10000, the most that is accepted"),
         ({"hidden_size": 10**18}, "hidden_size is above 2147483647"),
         ({"vocab_size": 1.5}, "vocab_size=1.5 must be an integer"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -64,8 +66,8 @@ def test_a_token_in_another_sequences_page_shows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_never_fits_is_refused() -> None:
-    with pytest.raises(ValueError, match="request 0 needs 25 slots; a sequence has 24, and all pages together 44"):
-        serve(make(), [Request(prompt=(1,) * 20, new_tokens=6)], SIZES)
+    with pytest.raises(ValueError, match="request 0 needs 24 slots; a sequence has 23, and all pages together 44"):
+        serve(make(), [Request(prompt=(1,) * 20, new_tokens=5)], dataclasses.replace(SIZES, capacity=23))
     with pytest.raises(ValueError, match="tokens_per_step=2 is below sequences=3"):
         Sizes(sequences=3, capacity=8, tokens_per_step=2)
     with pytest.raises(ValueError, match="tokens reach from 1 to 9999; this model has tokens 0 to 255"):

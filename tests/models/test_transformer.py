@@ -13,6 +13,7 @@ from attnsuite.models.planning import resolve_attention
 from attnsuite.models.transformer import compiled_forward, compiled_forward_cached
 
 TOKENS = np.arange(24).reshape(2, 12)
+SYMBOLIC = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 12"), jnp.int32)
 
 
 @functools.cache
@@ -141,8 +142,17 @@ def learned():
         (lambda: model().with_config(hidden_size=32), r"has shape .*; expected"),
         (lambda: model().with_config(num_layers=3), "params is a tree"),
         (lambda: model()([[0, 256]]), "tokens reach from 0 to 256; this model has tokens 0 to 255"),
+        (lambda: model()(jnp.array([[0, 256]]).block_until_ready()), "tokens reach from 0 to 256"),
+        (
+            lambda: jax.export.export(jax.jit(model()))(SYMBOLIC),
+            r"tokens has the symbolic shape \(b, 12\); a backend is",
+        ),
         (lambda: learned()(TOKENS), "length=12 is more than the 8 positions that this model has learned"),
         (lambda: learned().new_cache(1, 9), "capacity=9 is more than the 8 positions"),
+        (  # its pages have ten slots
+            lambda: learned().prefill([[1] * 9], learned().new_cache(1, 8, page_size=5)),
+            "length=9 is more than the 8 positions",
+        ),
     ],
 )
 def test_wrong_calls_are_refused_with_a_sentence(call, sentence):
