@@ -220,14 +220,14 @@ class Side:
         by_page = self.by_page if isinstance(self.by_page, Value) else e.const(i64, self.by_page)
         return self.start.at(head * self.by_head), self.table, by_page, slot
 
-    def fetched(self, slot: Value, some: Value, head: Value) -> tuple[tuple[Value, ...], Value]:
-        """What is fetched while ``WEIGHED_KEYS`` slots from ``some`` on of a head's block are weighed.
+    def fetched(self, slot: Value, first: Value, head: Value) -> tuple[tuple[Value, ...], Value]:
+        """What is fetched while ``WEIGHED_KEYS`` slots from ``first`` on of a head's block are weighed.
 
         Of a sequence's slots it is a part of the block at ``slot``, in the order of memory; of pages it is the head's.
         """
         e = slot.e
         if self.table is None:
-            before = some * (self.by_key // self.width - 1) + head * WEIGHED_KEYS
+            before = first * (self.by_key // self.width - 1) + head * WEIGHED_KEYS
             return (self.start.at(slot * self.by_key).at(before * self.width),), e.const(i64, self.width)
         return self.block(slot, head), e.const(i64, self.by_key)
 

@@ -27,7 +27,7 @@ HIDDEN = -1e30  # score of what a query does not see, and the maximum of a query
 # Maximum of a row that sees nothing, float32's largest number: its probabilities come out as zero in the backward pass.
 UNSEEN_TOP = 3.4028234663852886e38
 _LAZY = 8.0
-_LARGE = 4096.0
+_LARGE = 4096.0  # of a maximum, in powers of two
 
 LOG_2, LOG2_E = math.log(2.0), math.log2(math.e)
 # (function, score, factor to it, the group's rows, vector, key position) -> score in powers of two, derivative
