@@ -108,7 +108,7 @@ class Walk:
         def side(name: str, width: int) -> Side:
             return Side.of(kernel, dims, self.state.pointer(s, f"data:{name}"), table, first, width)
 
-        def scales(name: str, slot: Value, head: Value) -> tuple[Value, ...]:
+        def scales(name: str, slot: Value, head: Value | int) -> tuple[Value, ...]:
             """As the functions of the module take them behind their arguments; empty without scales."""
             if not kernel.kv_dtype:
                 return ()

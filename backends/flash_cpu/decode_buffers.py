@@ -212,7 +212,7 @@ class Side:
             first = head // dims["K"] * by_page + first
         return cls(start.at(first), table, by_head, by_page, by_key, width)
 
-    def block(self, slot: Value, head: Value) -> tuple[Value, ...]:
+    def block(self, slot: Value, head: Value | int) -> tuple[Value, ...]:
         """The block of a head that begins at ``slot``."""
         if self.table is None:
             return (self.start.at(slot * self.by_key).at(head * self.by_head),)
@@ -232,6 +232,6 @@ class Side:
         return self.block(slot, head), e.const(i64, self.by_key)
 
 
-def moved(block: Sequence[Value], numbers: int, size: int) -> tuple[Value, ...]:
+def moved(block: Sequence[Value], numbers: Value | int, size: int) -> tuple[Value, ...]:
     """The same block, ``numbers`` of ``size`` bytes further in each slot."""
     return (block[0].at(numbers, size), *block[1:])
