@@ -57,15 +57,15 @@ class Calibration:
         return self.mass_similarity.shape[2]
 
     def save(self, path: str | Path) -> Path:
-        """Write ``path`` (``.safetensors``) and, beside it, the same name with ``.json``; returns the former.
+        """Write the :func:`calibration_files` of ``path``; returns the first.
 
         Each file is written whole or not at all. Raises OSError.
         """
-        path = Path(path).with_suffix(".safetensors")
+        path, beside = calibration_files(path)
         about = {"format": _FORMAT, "fingerprint": self.fingerprint, "settings": self.settings, "text": self.text}
         contents = {
             path: save({name: np.ascontiguousarray(getattr(self, name), np.float32) for name in _ARRAYS}),
-            path.with_suffix(".json"): (json.dumps(about, indent=2, sort_keys=True) + "\n").encode(),
+            beside: (json.dumps(about, indent=2, sort_keys=True) + "\n").encode(),
         }
         for file, content in contents.items():
             partial = file.with_name(f"{file.name}.partial")
@@ -74,15 +74,20 @@ class Calibration:
         return path
 
 
+def calibration_files(path: str | Path) -> tuple[Path, Path]:
+    """The two files of a calibration: ``path``, which ends in ``.safetensors``, and the ``.json`` beside it."""
+    return Path(path).with_suffix(".safetensors"), Path(path).with_suffix(".json")
+
+
 def load_calibration(path: str | Path) -> Calibration:
     """Read the files of :meth:`Calibration.save`. Raises ValueError, with a sentence, for anything else.
 
     This function does not know the model; ``models.kascade.calibration.load`` also checks that the calibration
     belongs to it.
     """
-    path = Path(path).with_suffix(".safetensors")
+    path, beside = calibration_files(path)
     try:
-        about = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=_About)
+        about = msgspec.json.decode(beside.read_bytes(), type=_About)
         with safe_open(path, framework="numpy") as file:
             stored = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
             arrays = {name: file.get_tensor(name) for name, dtype in stored.items() if dtype == "F32"}

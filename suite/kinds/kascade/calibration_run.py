@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from attnsuite.backends.kascade import LOSS_RULE, Calibration, Schedule, Settings
+from attnsuite.backends.kascade.layer_statistics import calibration_files
 from attnsuite.models import ModelConfig, TextFile, load_text, open_checkpoint
 from attnsuite.models.kascade.calibration import QueriesAndKeys, calibrate
 from attnsuite.models.kascade.loss_search import schedule_by_loss
@@ -34,8 +35,8 @@ def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> t
     """
     if not flags.out.name or flags.out.suffix not in ("", ".safetensors"):
         raise InputError(f"--out {flags.out} must end in .safetensors; the .json is written beside it.")
-    for suffix in (".safetensors", ".json"):
-        files.check_file(flags.out.with_suffix(suffix))
+    for file in calibration_files(flags.out):
+        files.check_file(file)
     for flag, value, least in (("--prompts", flags.prompts, 1), ("--length", flags.length, 2)):
         if value < least:
             raise InputError(f"{flag} {value} must be at least {least}.")
@@ -63,7 +64,7 @@ def run(flags: Any, text: TextFile | None, progress: Callable[[str], None]) -> t
             schedule.check(calibration.num_layers, calibration.kv_heads)
             with files.writing(flags.out):
                 calibration.save(out)
-            path = flags.out.with_suffix(".safetensors")
+            path, _ = calibration_files(flags.out)
             if schedule.schedule == LOSS_RULE:
                 number = schedule.number_of_anchors(calibration.num_layers)
                 return path, calibration, schedule_by_loss(model, prompts, calibration, number, progress=progress)
