@@ -209,5 +209,5 @@ def test_layers_without_a_projection_get_no_adapter_for_it(tmp_path):
 
 @pytest.mark.parametrize("use", [lora.attach, lora.merge, lambda params, _: Transformer(CONFIG, params)])
 def test_a_model_with_adapters_beside_its_arrays_gets_them_neither_twice_nor_unmerged(base, trained, use):
-    with pytest.raises(ValueError, match="has (LoRA )?adapters"):
+    with pytest.raises(ValueError, match=r"has (LoRA )?adapters"):
         use(lora.attach(base, trained[0]), trained[0])
