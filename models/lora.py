@@ -150,7 +150,7 @@ def initialise(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Adapter
 def attach(params: Params, adapters: Adapters) -> Params:
     """The tree that the forward pass takes: the base model's arrays, shared, with the adapters beside them.
 
-    Raises ValueError for adapters of another model.
+    Raises ValueError for adapters of another model, and where the model has adapters beside its arrays already.
     """
     _check_fit(params, adapters)
     layers = [
@@ -163,7 +163,7 @@ def attach(params: Params, adapters: Adapters) -> Params:
 def merge(params: Params, adapters: Adapters) -> Merged:
     """Add the updates to the weights, in float32 and rounded once to their dtype; ``params`` stays as it is.
 
-    Raises ValueError for adapters of another model.
+    Raises ValueError as :func:`attach` does.
     """
     _check_fit(params, adapters)
     layers, replaced = [], []
@@ -185,6 +185,8 @@ def _check_fit(params: Params, adapters: Adapters) -> None:
     if len(adapters) != len(params["layers"]):
         raise ValueError(f"the adapters are for {len(adapters)} layers, and the model has {len(params['layers'])}.")
     for i, (layer, added) in enumerate(zip(params["layers"], adapters, strict=True)):
+        if attached := [name for name in layer if name.endswith("_lora")]:  # they would be dropped, or count twice
+            raise ValueError(f"layer {i} has adapters already ({', '.join(attached)}); give the model's own arrays.")
         for name, adapter in added.items():
             wanted, found = (adapter.b.shape[0], adapter.a.shape[1]), layer[name].shape if name in layer else None
             if found != wanted:

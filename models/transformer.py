@@ -243,6 +243,9 @@ def check_tokens(tokens: Any, vocab_size: int) -> Array:
 def _check_shapes(config: ModelConfig, params: Params) -> None:
     expected = parameter_shapes(config)
     if jax.tree.structure(params) != jax.tree.structure(expected, is_leaf=lambda x: isinstance(x, tuple)):
+        layers = params.get("layers", ()) if isinstance(params, dict) else ()
+        if any(name.endswith("_lora") for layer in layers for name in layer):
+            raise ValueError("params has LoRA adapters beside its arrays; give lora.merge(params, adapters).params.")
         raise ValueError(
             f"params is a tree {jax.tree.structure(params)}; expected the one of models.parameters.parameter_shapes."
         )

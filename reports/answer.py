@@ -10,7 +10,7 @@ from tabulate import tabulate
 from attnsuite.suite.record import Record
 from attnsuite.suite.reportable import baseline_of, ratio_of, same_rounds
 from attnsuite.suite.statistics import Interval
-from attnsuite.suite.summary import names_of, shortened
+from attnsuite.suite.summary import names_of, shortened_apart
 from attnsuite.suite.user_function import is_reference
 
 from .cells import Cell, Group, group
@@ -67,8 +67,8 @@ def unmeasured(records: Sequence[Record], names: Iterable[str] | None = None) ->
     return found
 
 
-def answer_lines(run: Run) -> list[str]:
-    """The answer for a terminal of 80 columns: case, backend, time relative to standard; below, what is not sure."""
+def answer_lines(run: Run, width: int = 80) -> list[str]:
+    """The answer in lines of at most ``width``: case, backend, time relative to standard; below, what is not sure."""
     timed = [member for member in group(run.records) if any(cell.speed for cell in member.cells)]
     if not timed:
         return []
@@ -77,9 +77,10 @@ def answer_lines(run: Run) -> list[str]:
     if any(row.get("time_over_standard") for row in found):
         headers["time_over_standard"] = f"time, x {baseline_of(record.kind for record in run.records)}"
     values = [[_plain(row.get(key)) for key in headers] for row in found]
-    room = 78 - sum(max(map(len, column)) + 2 for column in zip(headers.values(), *values, strict=True))
+    room = width - 2 - sum(max(map(len, column)) + 2 for column in zip(headers.values(), *values, strict=True))
     full, first = names_of(run.records), [member.cells[0].record for member in timed]
-    names = [shortened(full[record.case, record.target], room) for record in first]
+    short = shortened_apart(full.values(), room)
+    names = [short[full[record.case, record.target]] for record in first]
     rows = [[name, *row] for name, row in zip(names, values, strict=True)]
     unsure = [f"{name}: {row['sure']}" for name, row in zip(names, found, strict=True) if row["sure"] != FASTER]
     return [*tabulate(rows, ["case", *headers.values()], tablefmt="plain", disable_numparse=True).splitlines(), *unsure]

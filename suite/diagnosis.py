@@ -18,7 +18,6 @@ from .grid.process import Worker
 from .measure import environment
 
 _SECONDS = 300.0
-_WIDTH = 79
 
 
 def examine_here(seconds: float = _SECONDS, memory: int | None = None) -> dict[str, Any]:
@@ -73,11 +72,17 @@ def examine() -> dict[str, Any]:
     return {"environment": environment.describe(), "backends": found, "kinds": list(kinds.faults())}
 
 
-def describe(found: dict[str, Any], *, every: bool = False) -> Iterator[str]:
-    """The examination in lines of a terminal of 80 columns: a line per backend, and with ``every`` each reason."""
+def describe(found: dict[str, Any], *, every: bool = False, width: int = 79) -> Iterator[str]:
+    """The examination in lines of at most ``width``: a line per backend, and with ``every`` each reason."""
+    for indent, line in _lines(found, every=every):
+        yield from textwrap.wrap(line, width, subsequent_indent=" " * indent, replace_whitespace=False) or [""]
+
+
+def _lines(found: dict[str, Any], *, every: bool) -> Iterator[tuple[int, str]]:
+    """Each line with the columns by which it is indented where it goes on."""
     facts = dict(_facts(found["environment"]))
     for name in facts if every else ("device", "machine", "versions"):
-        yield from _wrapped(name, facts.get(name, "-"))
+        yield 10, f"{name:<9} {facts.get(name, '-')}"
     groups: dict[str, list[tuple[str, str]]] = {}
     for backend in found["backends"]:
         heading, line = _standing(backend)
@@ -85,15 +90,14 @@ def describe(found: dict[str, Any], *, every: bool = False) -> Iterator[str]:
         groups.setdefault(heading, []).append((name, line))
     for heading in (_HERE, _INSTALL, _INTERPRETED, _ELSEWHERE, _NOWHERE):
         if heading in groups:
-            yield from ("", heading)
-            for name, line in groups[heading]:
-                yield from _wrapped(f"  {name}", line, width=30)
-    yield from ("", *found["kinds"]) if found["kinds"] else ()
-    yield ""
+            yield from ((0, ""), (0, heading))
+            yield from ((30, f"  {name:<27} {line}") for name, line in groups[heading])
+    yield from ((0, line) for line in (["", *found["kinds"]] if found["kinds"] else []))
+    yield 0, ""
     if not every:
-        yield "Every reason, all versions and flags: attnsuite doctor --all"
+        yield 0, "Every reason, all versions and flags: attnsuite doctor --all"
     for backend in found["backends"] if every else ():
-        yield from _reasons(backend)
+        yield from ((2, reason) for reason in _reasons(backend))
 
 
 _HERE, _INSTALL = "runs here", "needs an install"
@@ -155,10 +159,4 @@ def _reasons(backend: dict[str, Any]) -> Iterator[str]:
             against.setdefault(reason, []).append(problem)
     for reason, problems in against.items():
         scope = "" if len(problems) == len(backend["problems"]) else f" ({', '.join(problems)})"
-        yield from textwrap.wrap(f"{backend['name']}{scope}: {reason}", _WIDTH, subsequent_indent="  ")
-
-
-def _wrapped(name: str, text: str, width: int = 10) -> Iterator[str]:
-    """A name in a column of its own, and the text beside it."""
-    return iter(textwrap.wrap(f"{name:<{width - 1}} {text}", _WIDTH, subsequent_indent=" " * width,
-                              drop_whitespace=True, replace_whitespace=False))  # fmt: skip
+        yield f"{backend['name']}{scope}: {reason}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
@@ -12,6 +13,7 @@ from .reportable import Speed, baseline_of, shows_memory, shows_speed, speed_of,
 from .statistics import Interval, median
 
 _NAME = 15  # columns of a backend's name
+_COLUMNS = {"time": 20, "against": 17, "peak": 7, "temp": 11, "error": 8}
 _STYLES = {"ok": "green", "unsupported": "dim", "wrong": "bold red"}
 
 
@@ -43,12 +45,25 @@ def refusal(record: Record) -> str | None:
     )
 
 
-def summary_lines(records: Sequence[Record]) -> Iterator[str]:
-    """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error."""
+def summary_lines(records: Sequence[Record], width: int = 80) -> Iterator[str]:
+    """Time, speed relative to the standard backend, share of the machine's measured peaks, memory, error.
+
+    Memory and share are left out where a terminal of ``width`` columns has no room for them.
+    """
     against = f"x {baseline_of(record.kind for record in records)}"
-    yield f"time: median (95% interval); {against}: below 1 is faster; peak: share of this"
-    yield "machine's measured rate; temp: compiled temporaries; error: largest relative"
-    yield _columns("", "time", against, "peak", "temp", "error")
+    columns = tuple(column for column in _COLUMNS if width >= 80 or column not in ("peak", "temp"))
+    room = max(4, width - 2 - sum(_COLUMNS[column] for column in columns))
+    short = shortened_apart(map(_label, records), room)
+    room = min(room, max(_NAME, *map(len, short.values())))
+
+    def line(name: str, *values: str) -> str:
+        shown = zip(_COLUMNS.items(), values, strict=True)
+        return f"  {name:<{room}}" + "".join(f"{value:>{size}}" for (key, size), value in shown if key in columns)
+
+    legend = f"time: median (95% interval); {against}: below 1 is faster; "
+    legend += "peak: share of this machine's measured rate; temp: compiled temporaries; " if "peak" in columns else ""
+    yield from textwrap.wrap(f"{legend}error: largest relative", width)
+    yield line("", "time", against, "peak", "temp", "error")
     for (case, target), name in names_of(records).items():
         yield name
         members = [record for record in records if (record.case, record.target) == (case, target)]
@@ -56,8 +71,8 @@ def summary_lines(records: Sequence[Record]) -> Iterator[str]:
         for record in (member for member in members if member.status != "unsupported"):
             speed = speed_of(record, standard)
             memory = record.memory.get("compiled_temp") if shows_memory(record) else None
-            yield _columns(
-                shortened(record.requested + ("" if record.devices == 1 else f" on {record.devices}"), _NAME),
+            yield line(
+                short[_label(record)],
                 format_seconds(speed.median) if speed else _result(record),
                 _ratio(speed, record, standard),
                 f"{100 * speed.peak_share:.1f}%" if speed and speed.peak_share is not None else "",
@@ -72,20 +87,18 @@ def names_of(records: Sequence[Record]) -> dict[tuple[str, str], str]:
     return {(r.case, r.target): f"{r.case}, for {r.target}" if several else r.case for r in records}
 
 
-def _columns(name: str, *values: str) -> str:
-    """A line of at most 80 columns."""
-    widths = (20, 17, 7, 11, 8)
-    return f"  {name:<{_NAME}}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+def shortened_apart(names: Iterable[str], room: int) -> dict[str, str]:
+    """Each name in so many columns, no two alike: a longer one without its middle, else its beginning and a number.
 
-
-def shortened(name: str, room: int) -> str:
-    """A name in so many columns: the middle of a longer one is left out (the log of a run spells it).
-
-    >>> shortened("ragged_paged_attention", 9)
-    'rag\u2026tion'
+    >>> shortened_apart(["standard", "my.py:first_attention", "my.py:fifth_attention"], 15).values()
+    dict_values(['standard', 'my.py:fir\u2026ntion', 'my.py:fif\u2026ntion'])
     """
-    half = max(room // 2, 2)
-    return name if len(name) <= room else f"{name[: half - 1]}\u2026{name[-half:]}"
+    names, room = list(dict.fromkeys(names)), max(room, 4)
+    for tail in sorted(range(1, room - 1), key=lambda tail: abs(tail - room // 2)):
+        cuts = {x: x if len(x) <= room else f"{x[: room - 1 - tail]}\u2026{x[-tail:]}" for x in names}
+        if len(set(cuts.values())) == len(names):
+            return cuts
+    return {x: x if len(x) <= room else f"{x[: room - 1 - len(f'{n}')]}\u2026{n}" for n, x in enumerate(names, 1)}
 
 
 def format_seconds(interval: Interval) -> str:
@@ -113,9 +126,13 @@ def _ratio(speed: Speed | None, record: Record, standard: Record | None) -> str:
     return f"{speed.ratio.value:{digits}}" + ("" if low is None else f" ({low:{digits}}-{high:{digits}})")
 
 
+def _label(record: Record) -> str:
+    return record.requested + ("" if record.devices == 1 else f" on {record.devices}")
+
+
 def _name(record: Record) -> str:
     if record.mode in ("native", "compile", None):
-        return record.requested + ("" if record.devices == 1 else f" on {record.devices}")
+        return _label(record)
     return f"{record.requested} ({record.mode}: {record.resolved})"
 
 

@@ -7,11 +7,12 @@ not resumed, so no file is loaded because a run directory names it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,20 +86,37 @@ def load(reference: str) -> tuple[FunctionBackend, str]:
     try:
         with contextlib.chdir("."):  # other names are relative to this directory, and the file may change it
             found = getattr(load_module(Path(path)), name, None)
+            folder = Path.cwd()
     except InputError as error:
         raise InputError(explained(str(error))) from error
     if isinstance(found, FunctionBackend):
-        return from_function(found.function, takes=found.declared, name=reference, exact=found.exact), ""
+        return from_function(
+            _within(folder, found.function), takes=found.declared, name=reference, exact=found.exact
+        ), ""
     if isinstance(found, type) or not callable(found) or hasattr(found, "plan"):
         raise InputError(
             f"{name} in {path} is no function of (query, key, value) and nothing that backends.from_function made; "
             "a backend of another class comes by an entry point (docs/how-to/my-kernel.md)."
         )
+    found = _within(folder, found)
     plain = found_out(found)
     # What it raised is the reason for all that was not found out.
     because: dict[str, str] = dict.fromkeys(FEATURES, f"which raised {plain.error}") if plain.error else {}
     takes = Takes(features=plain.features, dtypes=plain.dtypes, modes=("native", "compile"), because=because)
     return from_function(found, takes=takes, name=reference), str(plain)
+
+
+def _within(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called in the directory that its file changed to: it may read files when it is traced."""
+    if folder == Path.cwd():
+        return function
+
+    @functools.wraps(function)
+    def call(*arrays: Any, **keywords: Any) -> Any:
+        with contextlib.chdir(folder):
+            return function(*arrays, **keywords)
+
+    return call
 
 
 def is_raised_by_user(error: Exception) -> bool:

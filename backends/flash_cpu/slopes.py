@@ -31,12 +31,15 @@ TOP, INVERSE, DELTA, LIMIT, D_LSE, FIRST, LAST, QUERY_ID = range(8)
 def _score(
     e: Function, isa: Isa, raw: Value, factors: list[Value], *, soft_cap: bool
 ) -> tuple[Value, Value, Value | None]:
-    """A score, its factor to a power of two, and its derivative by the raw score over that factor (None: 1)."""
+    """A score, its factor to a power of two, and its derivative by the raw score over that factor (None: 1).
+
+    A capped score is rounded as in the forward pass, whose maximum is one of them.
+    """
     scale, inner, outer, _ = factors
     if not soft_cap:
         return raw, scale, None
     x = tanh(e, isa, raw * inner)
-    return x, outer, e.const(x.type, 1.0) - x * x
+    return x * outer, e.const(x.type, 1.0), e.const(x.type, 1.0) - x * x
 
 
 def slopes(
@@ -87,7 +90,7 @@ def slopes(
             found = scores.at(k * queries + v * lanes, 4).load(type_)
             raw, factor, bend = _score(e, isa, found, factors, soft_cap=soft_cap)
             if modify is not None:
-                natural = (raw * factor, LOG_2) if soft_cap else (raw, factors[3])
+                natural = (raw, LOG_2 if soft_cap else factors[3])
                 raw, turn = modify(e, *natural, of_rows[0], v, position.at(k, 4).load(i32))
                 factor, bend = e.const(type_, 1.0), turn if bend is None else turn * bend
             seen, terms = None, to_add[0].at(k * queries + v * lanes, 4) if added else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from typing import Annotated
 
 import tyro
@@ -27,5 +28,6 @@ def run(command: Doctor) -> int:
     if command.json:
         print(json.dumps(found, indent=1))
     else:
-        print("\n".join(describe(found, every=command.all)))
+        width = min(79, shutil.get_terminal_size().columns)
+        print("\n".join(describe(found, every=command.all, width=width)))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +77,7 @@ def _verify(command: Report) -> int:
     found = verified(command.run_dir)
     print(f"verified: {len(found.records)} records; the hashes agree, and no record contradicts itself")
     if command.out is None:
-        print(*summary_lines(found.records), sep="\n")
+        print(*summary_lines(found.records, _width()), sep="\n")
         return 0
     found.write(command.out)
     if (command.out / CONFORMANCE).is_dir():
@@ -99,9 +100,13 @@ def show(*directories: Path) -> int:
         if reports.is_compiled(run):
             print(reports.compiled_overview(directory))
         else:
-            print(*summary_lines(run.records), *reports.answer_lines(run), sep="\n")
+            print(*summary_lines(run.records, _width()), *reports.answer_lines(run, _width()), sep="\n")
         print(f"records: {directory / RECORDS}")
     print(f"report:  {path}")
     for sentence in reports.installs(runs[0].records):
         print(sentence)
     return 0
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns

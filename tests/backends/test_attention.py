@@ -332,3 +332,19 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_is_the_log_sum_exp(bac
     np.testing.assert_allclose(for_query[:, :, 0], alone[:, :, 0], atol=1e-5)
     assert for_sinks[0] == 0
     assert jnp.isfinite(for_sinks).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1e6, 1e10])
+def test_a_soft_cap_may_be_large(backend, size):
+    """A row has the whole of its largest key, in the backward pass too: its maximum is a rounded product there."""
+    query, key, value = qkv(40, 40, 2)
+    wide, scores = jnp.full_like(query, size), jnp.zeros_like(key).at[..., 0].set(key[..., 0])
+
+    def loss(value):
+        how = {"scale": 0.7, "logits_soft_cap": 3e9, "backend": backend}
+        return (attention(wide, scores, value, **how) * query).sum()
+
+    largest = jax.nn.one_hot(scores[..., 0].argmax(1), 40, axis=1)
+    expected = largest[..., None] * query.sum(1, keepdims=True)
+    np.testing.assert_allclose(jax.grad(loss)(value), expected, atol=1e-5)

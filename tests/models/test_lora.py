@@ -205,3 +205,9 @@ def test_layers_without_a_projection_get_no_adapter_for_it(tmp_path):
     assert [set(layer) for layer in lora.load(tmp_path, mixed)[0]] == [set(layer) for layer in adapters]
     with pytest.raises(ValueError, match="'k_proj', which this model lacks; it has q_proj, o_proj"):
         lora.initialise(mixed.replace(attention="latent"), ALL, jax.random.key(0))
+
+
+@pytest.mark.parametrize("use", [lora.attach, lora.merge, lambda params, _: Transformer(CONFIG, params)])
+def test_a_model_with_adapters_beside_its_arrays_gets_them_neither_twice_nor_unmerged(base, trained, use):
+    with pytest.raises(ValueError, match=r"has (LoRA )?adapters"):
+        use(lora.attach(base, trained[0]), trained[0])

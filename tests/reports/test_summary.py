@@ -67,7 +67,7 @@ def test_the_summary_fits_80_columns(record):
     slow = record("transformers_unthrottled", samples=tuple(12.345 + i / 7 for i in range(10)))
     lines = list(summary_lines([record(), record("flash_cpu", devices=2), long, slow]))
     assert max(map(len, lines)) <= 80
-    assert any(line.split()[:2] == ["ragged\u2026tention", "interpreted"] for line in lines)
+    assert any(line.split()[:2] == ["ragged_\u2026tention", "interpreted"] for line in lines)
     assert any(line.split()[:3] == ["flash_cpu", "on", "2"] for line in lines)
 
 
@@ -123,3 +123,14 @@ def test_long_line_breaks_between_words_on_a_terminal_alone(monkeypatch, record,
     assert file.getvalue().split() == [*sentence.split(), "warning:", *sentence.split()]
     assert max(map(len, (first, *rest))) <= 80 or not terminal
     assert len(rest) == (7 if terminal else 1)
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 200])
+def test_the_summary_fits_the_terminal_and_tells_two_functions_of_a_file_apart(record, width):
+    names = ("kernels.py:first_attention", "kernels.py:fifth_attention", "flash_cpu")
+    records = [record(name, samples=tuple(12.345 + i / 7 for i in range(10))) for name in names]
+    lines = list(summary_lines([record(), *records], width))
+    assert max(map(len, lines)) <= width
+    rows = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] != "time"]
+    assert len(set(rows)) == 4
+    assert set(names) <= set(rows) if width == 200 else "flash_cpu" in rows

@@ -124,3 +124,7 @@ def test_source_that_is_digested_is_this_projects_and_no_users(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert source_digest() == found
+
+
+def test_the_examination_fits_a_narrow_terminal(found):
+    assert max(map(len, describe(found, width=60))) <= 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -148,3 +149,26 @@ def test_files_of_two_folders_each_import_from_their_own_whatever_directory_they
         (tmp_path / folder / "mine.py").write_text(MOVING)
     for folder in ("before", "after", "before"):
         assert load(f"{folder}/mine.py:f")[0].function(None, None, None) == folder
+
+
+READING = """
+import os
+from pathlib import Path
+
+os.chdir(Path(__file__).parent / "data")
+
+def f(q, k, v):
+    return q * float(Path("factor.txt").read_text())
+"""
+
+
+def test_a_function_reads_files_of_the_directory_that_its_file_changed_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/factor.txt").write_text("2")
+    (tmp_path / "mine.py").write_text(READING)
+    backend, found = load("mine.py:f")
+    assert "raised" not in found
+    assert jax.jit(backend.function)(1.0, None, None) == 2
+    assert Path.cwd() == tmp_path
