@@ -245,7 +245,7 @@ def test_traced_layer_that_the_schedule_does_not_have_is_nan():
     run = jax.jit(lambda number: plan.run(*problem.inputs, layer=number)[0])
     assert np.isnan(run(2)).all()
     assert np.isnan(run(-1)).all()
-    np.testing.assert_array_equal(run(1), problem.layer(1, **options)[0])
+    np.testing.assert_array_equal(run(1), plan.run(*problem.inputs, layer=1)[0])
 
 
 def test_key_positions_are_refused_at_the_plan():
