@@ -13,6 +13,7 @@ import os
 import pwd
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX and NumPy read these when they are imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -143,15 +144,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         for folder in path.split("/")[:-1]:
             item.add_marker(folder)
-        of_a_suite = issubclass(getattr(item, "cls", None) or object, Conformance)
+        cls: Any = getattr(item, "cls", None) or object
+        of_a_suite = issubclass(cls, Conformance)
         if of_a_suite:
             item.add_marker("conformance")
-        name = getattr(item, "originalname", None)
+        name = str(getattr(item, "originalname", ""))
         if name == Conformance.test_matches_the_oracle.__name__ and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
         number = item.callspec.params.get("number") if of_a_suite and hasattr(item, "callspec") else None
-        sweeps = number is not None and (item.cls.backend, number) != ("flash_cpu", item.cls.random_problems[0])
-        slow = of_a_suite and (item.cls.mode == "interpret" or item.cls.backend == "chunked")
+        sweeps = number is not None and (cls.backend, number) != ("flash_cpu", cls.random_problems[0])
+        slow = of_a_suite and (cls.mode == "interpret" or cls.backend == "chunked")
         once_more = (*ONCE_MORE.get(name, ()), *(SLOW.get(name, ()) if slow else ()))
         case = _case_of(item)
         if sweeps or case not in (None, *BREADTH) or case in once_more:
