@@ -13,6 +13,7 @@ import os
 import pwd
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX and NumPy read these when they are imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -22,7 +23,7 @@ import pytest
 
 from attnsuite.testing import Conformance
 from attnsuite.testing.cases import CASES
-from landing import BREADTH, CORE, ONCE_MORE, is_landing
+from landing import BREADTH, CORE, ONCE_MORE, SLOW, is_landing
 
 # derandomize: a failure is the same on every machine; deadline None: a first example compiles.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=False)
@@ -143,16 +144,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         for folder in path.split("/")[:-1]:
             item.add_marker(folder)
-        of_a_suite = issubclass(getattr(item, "cls", None) or object, Conformance)
+        cls: Any = getattr(item, "cls", None) or object
+        of_a_suite = issubclass(cls, Conformance)
         if of_a_suite:
             item.add_marker("conformance")
-        of_the_oracle = getattr(item, "originalname", None) == Conformance.test_matches_the_oracle.__name__
-        if of_the_oracle and item.callspec.params["taken"] in CORE:
+        name = str(getattr(item, "originalname", ""))
+        if name == Conformance.test_matches_the_oracle.__name__ and item.callspec.params["taken"] in CORE:
             item.add_marker("core")
         number = item.callspec.params.get("number") if of_a_suite and hasattr(item, "callspec") else None
-        sweeps = number is not None and number != item.cls.random_problems[0]
+        sweeps = number is not None and (cls.backend, number) != ("flash_cpu", cls.random_problems[0])
+        slow = of_a_suite and (cls.mode == "interpret" or cls.backend == "chunked")
+        once_more = (*ONCE_MORE.get(name, ()), *(SLOW.get(name, ()) if slow else ()))
         case = _case_of(item)
-        if sweeps or case not in (None, *BREADTH) or case in ONCE_MORE.get(getattr(item, "originalname", None), ()):
+        if sweeps or case not in (None, *BREADTH) or case in once_more:
             item.add_marker("thorough")
     items.sort(key=lambda item: _path(item.path) not in LONGEST)
     if _runs_first(config):

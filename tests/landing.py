@@ -26,10 +26,21 @@ BREADTH = (
 ONCE_MORE = {
     # A problem that is causal alone has gqa-8; a decode step decode-4; a mask with dead rows mask-and-bias; padding
     # combination; segments segments-returning.
-    "test_matches_the_oracle": ("causal", "decode-1", "mask-dead-rows", "padding-both-ends", "segments-causal"),
-    "test_eager_agrees_with_jit": ("causal", "window-asymmetric"),
-    "test_forward_alone_matches_the_oracle": ("causal", "gqa-8"),
-    "test_layout_may_be_traced": ("segments-causal", "positions-shuffled", "score-soft-cap"),
+    "test_matches_the_oracle": (
+        *("causal", "decode-1", "mask-dead-rows", "padding-both-ends", "segments-causal"),
+        *("length-129",),  # 160 is no multiple of a block either
+    ),
+    "test_eager_agrees_with_jit": ("causal", "window-asymmetric", "padding-both-ends"),
+    "test_forward_alone_matches_the_oracle": ("causal", "gqa-8", "padding-both-ends", "decode-4"),
+    "test_layout_may_be_traced": (
+        *("segments-causal", "positions-shuffled", "score-soft-cap"),
+        *("log-sum-exp-of-nothing", "function-positions"),  # ids are in padding-both-ends, positions in pages
+    ),
+}
+# Further ones of kernels in an interpreter, and of chunked, whose programs take long to compile.
+SLOW = {
+    "test_matches_the_oracle": ("plain", "chunk-of-prefill", "ragged-beyond-all-keys"),
+    "test_layout_may_be_traced": ("decode-4",),
 }
 
 

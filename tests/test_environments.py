@@ -15,7 +15,7 @@ from _pytest.mark.expression import Expression
 import faults
 from attnsuite.testing import problems
 from attnsuite.testing.cases import CASES
-from landing import BREADTH, ONCE_MORE
+from landing import BREADTH, ONCE_MORE, SLOW
 
 TESTS = Path(__file__).parent
 TOX = TESTS.parent / "tox.ini"
@@ -158,7 +158,7 @@ def asked(names):
 
 def test_before_a_change_lands_a_backend_is_held_to_every_feature_dtype_and_option():
     everything, judged = asked(CASES), set(BREADTH) - {*ONCE_MORE["test_matches_the_oracle"]}
-    assert asked(judged) == everything
+    assert asked(judged - {*SLOW["test_matches_the_oracle"]}) == everything
     assert asked(judged - {"chunk-causal"}) < everything
 
 

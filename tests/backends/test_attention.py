@@ -147,9 +147,9 @@ def test_signature_is_jaxs_with_a_backend():
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (jnp.float32, {}),
-        (jnp.float32, {"is_causal": True}),
-        (jnp.float32, {"key_value_seq_lengths": jnp.array([24, 9])}),
+        pytest.param(jnp.float32, {}, marks=pytest.mark.thorough),
+        pytest.param(jnp.float32, {"is_causal": True}, marks=pytest.mark.thorough),
+        pytest.param(jnp.float32, {"key_value_seq_lengths": jnp.array([24, 9])}, marks=pytest.mark.thorough),
         (jnp.float32, {"scale": 0.3, "local_window_size": 5}),
         (jnp.bfloat16, {"key_value_seq_lengths": jnp.array([24, 9])}),
     ],

@@ -82,7 +82,7 @@ def test_temporary_memory_grows_linearly_with_the_length(gradient):
     assert standard[1] / standard[0] > 3.5  # the same measurement sees a quadratic one
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "forward+backward"])
+@pytest.mark.parametrize("gradient", swept([False, True], [True]), ids=["forward", "forward+backward"])
 def test_scores_are_computed_only_for_blocks_in_which_something_is_visible(monkeypatch, gradient):
     passes = 2 if gradient else 1
     causal, whole = (_scores_computed(monkeypatch, gradient, is_causal=triangle) for triangle in (True, False))
@@ -146,15 +146,17 @@ def test_mask_and_bias_of_every_form_are_read_and_differentiated(form):
     check_accuracy(compiled(CHUNKED, problem, Target.here(), "native", SMALL)(*inputs), problem)
 
 
-@pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min], ids=str)
-def test_row_whose_bias_hides_every_key_is_zero_and_one_of_finite_numbers_is_not(lowest):
+def test_row_whose_bias_hides_every_key_is_zero_and_one_of_finite_numbers_is_not():
     case = cases.case(T=72, S=100, H=16)
     _, _, inputs = problems.arrays(case, "hidden")
-    terms = Terms(bias=jnp.zeros((1, 1, 72, 100)).at[:, :, 5].set(lowest))
+    bias = np.zeros((1, 1, 72, 100), np.float32)
+    bias[:, :, 5], bias[:, :, 7] = -np.inf, np.finfo(np.float32).min
+    terms = Terms(bias=jax.device_put(bias))
     problem = problems.solve(make_spec(*inputs[:3], Layout(), terms), Layout(), inputs, terms)
     results = compiled(CHUNKED, problem, Target.here(), "native", SMALL)(*inputs)
     check_accuracy(results, problem)
-    assert (np.asarray(results["output"])[:, 5] == 0.0).all() == np.isinf(lowest)
+    assert not results["output"][:, 5].any()
+    assert results["output"][:, 7].all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -165,7 +167,7 @@ def test_product_with_a_hessian_is_that_of_the_formula_or_refused(dtype):
     def product(backend):
         options = {"block_q": 8, "block_kv": 8, "block_backward": 8} if backend == "chunked" else None
         attend = functools.partial(attention, is_causal=True, alibi=slopes, backend=backend, backend_options=options)
-        return jax.jvp(jax.grad(lambda x: (attend(x, x, x) ** 2).sum()), (x,), (x,))[1]
+        return jax.jit(lambda x: jax.jvp(jax.grad(lambda x: (attend(x, x, x) ** 2).sum()), (x,), (x,))[1])(x)
 
     if dtype == "bfloat16":
         with pytest.raises(TypeError, match="second derivatives"):

@@ -106,11 +106,17 @@ def calls_of(name):
 @functools.cache
 def planned(name):
     """Outputs of the same calls by one plan, which hands the selection on by itself."""
-    plan, carry, outs = plan_of(), (), []
-    for layer, (query, key, value, _) in enumerate(calls_of(name)):
-        out, carry = plan.run(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), layer=layer, carry=carry)
-        outs.append(out)
-    return outs
+    plan = plan_of()
+
+    @jax.jit
+    def outputs(calls):
+        carry, outs = (), []
+        for layer, (query, key, value, _) in enumerate(calls):
+            out, carry = plan.run(query, key, value, layer=layer, carry=carry)
+            outs.append(out)
+        return outs
+
+    return outputs(calls_of(name))
 
 
 def plan_of(backend=None, **options):

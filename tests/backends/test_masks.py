@@ -10,6 +10,7 @@ import pytest
 from attnsuite.backends import AttentionSpec, Layout, Target, attention, masks, registry, support
 from attnsuite.backends.blocks import FULL, PARTIAL, SKIP, classify, pad_layout
 from drawn import draw
+from landing import swept
 
 pytestmark = pytest.mark.standard
 
@@ -61,7 +62,10 @@ def test_intervals_are_held_at_the_ends_of_int32():
     np.testing.assert_array_equal(masks.Window(5, 4)(ends[:, None], ends), (q - 5 <= k) & (k <= q + 4))
 
 
-@pytest.mark.parametrize("mask", [masks.Window(2**31 - 1, 3), masks.Window(3, 2**31 - 1)], ids=str)
+ENDLESS = [masks.Window(2**31 - 1, 3), masks.Window(3, 2**31 - 1)]
+
+
+@pytest.mark.parametrize("mask", swept(ENDLESS, ENDLESS[:1]), ids=str)
 def test_a_window_without_end_shows_its_keys_before_negative_positions(mask):
     one_by_one = [[q - mask.left <= k <= q + mask.right for k in range(-9, 9)] for q in range(-9, 9)]
     positions = np.arange(-9, 9, dtype=np.int32)

@@ -108,7 +108,7 @@ print(json.dumps(found))
 CASES = {
     8: ("causal", "gradient", "segments", "lengths", "mask", "bias", "constant bias", "decode", "log-sum-exp",
         "functions", "vmap", "values in keys"),
-    2: ("causal", "mask", "constant bias", "decode"),
+    2: ("mask", "constant bias", "decode"),
 }  # fmt: skip
 # The controls: loops that call a user's functions, and a batch of problems.
 GATHERED = {"functions chunked", "vmap flash_cpu", "vmap chunked"}

@@ -37,6 +37,7 @@ from jax.sharding import Mesh
 from attnsuite.testing import checks, problems
 from attnsuite.backends import MeshAxes, Sharded, Target, attention, make_spec, masks, plan, register, registry
 from attnsuite.backends.sharding import divided
+from landing import is_landing
 
 mesh = Mesh(np.array(jax.devices()), ("cores",))
 assert mesh.size == 2
@@ -70,13 +71,16 @@ for name, axes, mask in (
 ):
     sharded = Sharded(registry.get("chunked"), mesh, MeshAxes(**axes))
     made = plan(sharded, make_spec(x, x, x, **mask), target=Target.here())
-    found[f"plan, {name}"] = float(abs(made.run(x, x, x)[0] - expected).max())
+    if name == "heads" or not is_landing():
+        found[f"plan, {name}"] = float(abs(made.run(x, x, x)[0] - expected).max())
     explicit = Sharded(registry.get("chunked"), jax.make_mesh((2,), ("cores",)), MeshAxes(**axes))
     register(explicit)
     with jax.set_mesh(explicit.mesh):
         y = jax.device_put(x, explicit.sharding())
         result = attention(y, y, y, backend=explicit.name, on_unavailable="raise", **mask)
     found[f"call, {name}"] = float(abs(np.asarray(result) - np.asarray(expected)).max())
+    if name == "gather" and is_landing():
+        continue
     made = plan(explicit, make_spec(x, x, x, **mask), target=Target.here())
     moved = made.run(*[jax.device_put(x, jax.NamedSharding(explicit.mesh, jax.P()))] * 3)[0]
     found[f"call, replicated, {name}"] = float(abs(np.asarray(moved) - np.asarray(expected)).max())
@@ -85,13 +89,14 @@ print(json.dumps(found))
 # How arrays are divided does not depend on the backend; of a second one what its own gradient rules have to bear. Rings
 # have one way without a mask by position, one for causality over slots, and one for every other mask.
 CASES = {
-    "standard": ["combination", "ragged-causal", "decode-4", "log-sum-exp-of-nothing", "bias-per-head"],
-    "chunked": ["log-sum-exp", "sinks", "sinks@ring", "alibi@gather"],
+    "standard": ["combination", "ragged-causal", "bias-per-head"],
+    "chunked": ["log-sum-exp", "sinks@ring", "alibi@gather"],
     "flash_cpu": ["plain@ring", "window-causal@ring"],
 }
 if not is_landing():
-    CASES["standard"] += ["sinks", "causal", "gqa-8", "padding-both-ends", "mask-per-head", "bias-broadcast"]
-    CASES["chunked"] += ["combination"]
+    CASES["standard"] += ["decode-4", "log-sum-exp-of-nothing", "sinks", "causal", "gqa-8", "padding-both-ends"]
+    CASES["standard"] += ["mask-per-head", "bias-broadcast"]
+    CASES["chunked"] += ["combination", "sinks"]
     CASES["flash_cpu"] += ["causal", "causal@ring", "function-dilated@ring"]
 if not importlib.util.find_spec("llvmlite"):
     del CASES["flash_cpu"]
@@ -102,7 +107,7 @@ def test_two_devices_pass_the_conformance_checks_and_are_called_without_jit():
     found = json.loads(printed(TWO_DEVICES, json.dumps(CASES), JAX_NUM_CPU_DEVICES="2").splitlines()[-1])
     errors = {name: found.pop(name) for name in [*found] if name.startswith(("plan, ", "call, "))}
     assert found == {f"{backend} {case}": "held" for backend, names in CASES.items() for case in names}
-    assert len(errors) == 9
+    assert len(errors) == (6 if is_landing() else 9)
     assert max(errors.values()) < 2e-6, errors
 
 

@@ -258,10 +258,10 @@ class TestOwnCommand:
         """Same cells, same statuses; with the same compilers the same bytes."""
         published = {record.key: record for record in parse_records(PUBLISHED)[0]}
         cases = ("decode-*",) if is_landing() else ("decode-*", "forward-s32768*-bf16")
-        fresh, _ = compile_records(
-            attnsuite, tmp_path, "--cases", ",".join(cases), "--targets", "v5e,h100", "--backends", "chunked,splash"
-        )
-        assert len(fresh) == len(cases) * 2 * 2
+        kinds = ("v5e",) if is_landing() else ("v5e", "h100")
+        words = ("--cases", ",".join(cases), "--targets", ",".join(kinds), "--backends", "chunked,splash")
+        fresh, _ = compile_records(attnsuite, tmp_path, *words)
+        assert len(fresh) == len(cases) * len(kinds) * 2
         for key, record in fresh.items():
             before = published[key]
             assert (record.status, record.mode) == (before.status, before.mode)

@@ -16,7 +16,7 @@ from attnsuite.backends.kascade.pallas_triton import TritonKernels
 from attnsuite.backends.kascade.selection import with_local
 from attnsuite.testing import problems
 from attnsuite.testing.checks import check_accuracy, check_quantity
-from landing import swept
+from landing import is_landing, swept
 from sparse_problems import FIRST, NATIVE, PROBLEMS, SETTINGS, cotangent, packed, runs_here, settings, solved, sparse
 
 NAMES = ("dq", "dk", "dv")
@@ -46,9 +46,10 @@ def reuse(problem, options, mode="native"):
 
 # Every layout, and each of the two kinds of unit: the forward pass is tried on all of PROBLEMS (test_sparse.py).
 OTHERWISE_HELD = ("tiles", "more keys than queries", "ragged", "keys behind a cache", "decode keys")
+FIRST_OF_XLA = ("heads alone, soft cap, value dim of its own", "packed keys")
 
 
-@pytest.mark.parametrize("name", swept([name for name in PROBLEMS if name not in OTHERWISE_HELD], FIRST))
+@pytest.mark.parametrize("name", swept([name for name in PROBLEMS if name not in OTHERWISE_HELD], FIRST_OF_XLA))
 def test_it_is_exact_for_the_pairs_that_were_kept(name):
     problem = PROBLEMS[name]()
     selection = problem.selection()
@@ -67,16 +68,21 @@ def test_native_kernels_have_the_same_gradient(name):
     assert text.count("attention_suite_flash_cpu_") == 2  # a kernel forward, a kernel backward
 
 
-@pytest.mark.parametrize("list_bytes", [pallas_tpu.LIST_BYTES, 16], ids=["its own", "a list too long for a call"])
-def test_gradient_of_a_pallas_kernel(list_bytes, monkeypatch):
+def test_gradient_of_a_pallas_kernel(monkeypatch):
     """A list that a TPU's scalar memory cannot hold is left to XLA."""
-    monkeypatch.setattr(pallas_tpu, "LIST_BYTES", list_bytes)
     problem = sparse(SETTINGS, T=64, batch=1, head_dim=64)
-    run, operands = reuse(problem, {"kernel": "pallas"}, "interpret"), (problem.selection(), cotangent(problem))
-    results = run(*operands, *problem.inputs)
-    check_accuracy(results, solved(problem))
-    text = jax.make_jaxpr(run)(*operands, *problem.inputs).pretty_print()
-    assert text.count("name=kascade_gradient_by_") == (2 if list_bytes > 16 else 0)
+    operands = problem.selection(), cotangent(problem), *problem.inputs
+
+    def kernels():
+        run = reuse(problem, {"kernel": "pallas"}, "interpret")
+        return run, str(jax.make_jaxpr(run)(*operands)).count("name=kascade_gradient_by_")
+
+    run, found = kernels()
+    assert found == 2
+    if not is_landing():  # the kernels by themselves are judged below
+        check_accuracy(run(*operands), solved(problem))
+    monkeypatch.setattr(pallas_tpu, "LIST_BYTES", 16)
+    assert kernels()[1] == 0
 
 
 @both
@@ -140,7 +146,11 @@ def test_a_stack_of_roles_has_the_gradient_of_its_parts():
 
 
 @both
-@pytest.mark.parametrize("schedule", [None, manual((0, 1), num_layers=2, kv_heads=2)], ids=["anchor", "dense layer"])
+@pytest.mark.parametrize(
+    "schedule",
+    [None, pytest.param(manual((0, 1), num_layers=2, kv_heads=2), marks=pytest.mark.thorough)],
+    ids=["anchor", "dense layer"],
+)
 def test_a_layout_may_be_an_argument_of_the_compiled_function(schedule, kernel):
     """As in a training step on packed rows, with a checkpoint: the ids come with each batch."""
     problem = several_documents()

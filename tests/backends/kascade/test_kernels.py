@@ -162,7 +162,7 @@ def test_attention_to_listed_tiles(case, kernels):
 
 
 @every
-@pytest.mark.parametrize("case", swept(CASES, FIRST))
+@pytest.mark.parametrize("case", swept(CASES, ("segments-and-lengths",)))
 def test_mass_of_every_tile(case, kernels):
     given = problem(case)
     assert mass_error(given, pooled_mass(kernels, given)) < MASS_BOUND
@@ -190,7 +190,7 @@ def test_kernel_without_its_mask_fails(case, kernels, monkeypatch):
 
 @every
 def test_keys_outside_the_listed_tiles_are_not_read(kernels):
-    given = problem("plain")
+    given = problem("segments-and-lengths")
     query, key, value = given.sparse.inputs
     listed = np.where(given.listed <= 0, 99, given.listed)  # all but tile 0
     listed = np.sort(listed, axis=-1)
@@ -233,7 +233,7 @@ def _arrays(jaxpr):
     return largest, primitives
 
 
-@pytest.mark.parametrize("case", swept(["plain", "segments-and-lengths", "decode"], ["segments-and-lengths", "decode"]))
+@pytest.mark.parametrize("case", swept(["plain", "segments-and-lengths", "decode"], ["segments-and-lengths"]))
 def test_rows_that_no_programs_share_are_the_same(case, monkeypatch):
     """All cases are so small that programs share their rows: a list, and the keys whose mass is pooled."""
     given = problem(case)

@@ -75,11 +75,12 @@ def compiled(what, length, queries=None, oversized=False, segments=False):
 
 answers = {
     "mass": compiled("mass", 8192),
-    "attend": compiled("attend", 8192),
-    "attend-segments": compiled("attend", 2048, segments=True),
+    "attend-segments": compiled("attend", 8192, segments=True),
     "decode": compiled("attend", 8192, queries=1),
     "gradient-segments": compiled("gradient", 8192, segments=True),
 }
+if "plain" in sys.argv:
+    answers["attend"] = compiled("attend", 8192)
 if "oversized" in sys.argv:
     answers["oversized"] = compiled("attend", 65536, queries=16, oversized=True)
 print("ANSWER", json.dumps(answers))
@@ -92,7 +93,11 @@ OVERSIZED = ["h100"] if is_landing() else ["v5e", "h100"]
 
 @pytest.fixture(scope="module", params=["v5e", "h100"])
 def answers(request, tmp_path_factory):
-    words = (request.param, *(["oversized"] if request.param in OVERSIZED else []))
+    words = (
+        request.param,
+        *(["oversized"] if request.param in OVERSIZED else []),
+        *([] if is_landing() else ["plain"]),
+    )
     folder = tmp_path_factory.mktemp(request.param)
     return json.loads(printed(PROGRAM, *words, folder=folder, **topologies.ENVIRONMENT).rpartition("ANSWER")[2])
 

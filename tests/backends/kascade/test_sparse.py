@@ -66,7 +66,7 @@ COMPARED = (
 )
 
 
-@pytest.mark.parametrize("case", swept(COMPARED, ("gqa-8", "length-129", "decode-4", "segments-returning")))
+@pytest.mark.parametrize("case", swept(COMPARED, ("length-129", "segments-returning")))
 def test_with_everything_selected_it_is_dense(case):
     """Anchor, and the dense layer, within the noise floor of the judge."""
     problem = problems.problem(case)
@@ -94,7 +94,7 @@ def test_takes_causal_attention_over_slots_and_refuses_the_rest(case):
         check_support(KASCADE, dataclasses.replace(spec, needs_grad=True), Target("cpu"), "native", refused=not taken)
 
 
-@pytest.mark.parametrize("name", swept(PROBLEMS, FIRST))
+@pytest.mark.parametrize("name", swept(PROBLEMS, {*FIRST} - {"decode keys"}))
 def test_selects_and_attends_as_the_reference_does(name):
     problem = PROBLEMS[name]()
     chooser = steps.select if problem.spec.query_length == 1 else xla.select
@@ -117,7 +117,7 @@ def test_selects_and_attends_as_the_reference_does(name):
         assert (np.asarray(selection.count) < problem.tiling.units).any()
 
 
-@pytest.mark.parametrize("name", ["tiles", "keys", "decode"])
+@pytest.mark.parametrize("name", swept(["tiles", "keys", "decode"], ["keys", "decode"]))
 def test_all_heads_share_one_selection_of_the_summed_mass(name):
     problem = PROBLEMS[name]()
     chooser = steps.select if problem.spec.query_length == 1 else xla.select
@@ -239,12 +239,12 @@ def test_a_schedule_for_another_model_is_refused(layer, schedule, word):
         sparse().layer(layer, schedule=schedule)
 
 
-@pytest.mark.parametrize("layer", [2, -1])
-def test_traced_layer_that_the_schedule_does_not_have_is_nan(layer):
+def test_traced_layer_that_the_schedule_does_not_have_is_nan():
     problem, options = sparse(), {"schedule": manual((0, 1), num_layers=2, kv_heads=2)}
     plan = KASCADE.plan(problem.spec, Layout(), target=Target("cpu"), options=options)
     run = jax.jit(lambda number: plan.run(*problem.inputs, layer=number)[0])
-    assert np.isnan(run(layer)).all()
+    assert np.isnan(run(2)).all()
+    assert np.isnan(run(-1)).all()
     np.testing.assert_array_equal(run(1), plan.run(*problem.inputs, layer=1)[0])
 
 
@@ -255,6 +255,7 @@ def test_key_positions_are_refused_at_the_plan():
         KASCADE.plan(spec, layout, target=Target("cpu"))
 
 
+@pytest.mark.thorough  # test_no_head_is_copied_for_a_query_tile reads the same from shapes
 def test_memory_is_linear_in_the_length():
     """Compiled temporaries at twice the length: dense scores would be four times as large."""
     small = sparse(T=8, batch=1, head_dim=32)
