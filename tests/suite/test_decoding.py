@@ -17,6 +17,7 @@ from attnsuite.suite.kinds.model_kind import MODEL
 from attnsuite.suite.measure import execution
 from attnsuite.suite.store import parse_records
 from command import cell_of, code_of
+from landing import swept
 
 PREFILL = ModelCase(kind="model_prefill", model="debug", sequence=40, batch=3, ragged=True)
 DECODE = ModelCase(kind="model_decode", model="debug", sequence=40, batch=3, new_tokens=4, ragged=True)
@@ -58,7 +59,7 @@ def test_no_call_converts_the_weights_and_a_train_step_keeps_them_as_they_are_st
     assert model_program.model_config(step).param_dtype == "float32"
 
 
-@pytest.mark.parametrize("case", [PREFILL, DECODE], ids=lambda case: case.kind)
+@pytest.mark.parametrize("case", swept([PREFILL, DECODE], [DECODE]), ids=lambda case: case.kind)
 def test_program_that_is_timed_is_the_one_that_is_judged(case, tmp_path, monkeypatch):
     path, spoilt = tmp_path / "right.npz", tmp_path / "spoilt.npz"
     MODEL.write_reference(case, path, None, None)
