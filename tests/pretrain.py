@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tyro
 from flax import nnx
@@ -74,7 +75,7 @@ def train(arguments: Train, corpora: list[Corpus]) -> tuple[Transformer, dict[st
         "muon", steps=steps, learning_rate=arguments.learning_rate, weight_decay=arguments.weight_decay
     )
     params = Transformer(config, rngs=nnx.Rngs(arguments.seed)).arrays()
-    state = update.init(params)
+    state = jax.jit(update.init)(params)
     rng = np.random.default_rng(arguments.seed)
     began = time.perf_counter()
     losses: list[float] = []

@@ -187,8 +187,8 @@ def test_a_function_of_queries_and_keys_is_calibrated_like_the_model_that_it_is_
 def test_prompts_are_averaged_one_at_a_time(model):
     rng = np.random.default_rng(3)
     prompts = [retrieval.sample(rng, length).tokens[0] for length in (128, 256)]
-    both = calibration.calibrate(model, iter(prompts), OPTIONS)
-    alone = [calibration.calibrate(model, [prompt], OPTIONS) for prompt in prompts]
+    both = calibration.calibrate(model, iter(prompts), FEW)
+    alone = [calibration.calibrate(model, [prompt], FEW) for prompt in prompts]
     mean = np.mean([x.mass_similarity for x in alone], axis=0)
     np.testing.assert_allclose(both.mass_similarity, mean, atol=1e-6)
     np.testing.assert_allclose(both.mass[..., 8:], alone[1].mass[..., 8:], atol=1e-6)
@@ -280,14 +280,15 @@ def test_decoding_equals_prefill_with_one_query_per_tile():
 
 
 def test_a_second_prompt_behind_the_cache_is_as_one_prompt():
-    model, tokens = small(), np.random.default_rng(0).integers(0, 256, (1, 64))
+    model, tokens = small(), np.random.default_rng(0).integers(0, 256, (2, 40))
     call = sparsely(top_k=1.0)
-    _, cache = model.prefill(tokens[:, :37], model.new_cache(1, 80), **call)
-    logits, _ = model.prefill(tokens[:, 37:], cache, **call)
+    _, cache = model.prefill(tokens[:, :21], model.new_cache(2, 48), **call)
+    logits, _ = model.prefill(tokens[:, 21:], cache, **call)
     dense = model(tokens, backend="standard", needs_grad=False)
-    np.testing.assert_allclose(logits, dense[:, 37:], atol=1e-4)
+    np.testing.assert_allclose(logits, dense[:, 21:], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_5_perplexity_is_of_a_working_model_over_many_tokens():
     """The earlier fork's 752,570 was one token's loss on a broken model, worse than guessing."""
     model = load_shipped()

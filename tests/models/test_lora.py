@@ -52,7 +52,7 @@ def logits(params):
 def test_fresh_adapters_change_nothing(base):
     fresh = lora.initialise(CONFIG, ALL, jax.random.key(0))
     assert jnp.allclose(logits(lora.attach(base, fresh)), logits(base), rtol=0, atol=1e-6)
-    assert all(bool((layer[name].matrix() == 0).all()) for layer in fresh for name in lora.PROJECTIONS)
+    assert not any(np.any(layer[name].matrix()) for layer in fresh for name in lora.PROJECTIONS)
 
 
 def test_every_projection_learns(trained):
@@ -60,8 +60,8 @@ def test_every_projection_learns(trained):
     assert losses[-1] < losses[0] - 0.01
     for layer in first:
         assert set(layer) == set(lora.PROJECTIONS)
-        assert all(float(jnp.abs(adapter.b).max()) > 0 for adapter in layer.values())
-        assert all(float(jnp.abs(adapter.a).max()) == 0 for adapter in layer.values())  # B is zero at first
+        assert all(np.any(adapter.b) for adapter in layer.values())
+        assert not any(np.any(adapter.a) for adapter in layer.values())  # B is zero at first
     assert all(adapter.scale == 2.0 for layer in adapters for adapter in layer.values())
 
 
@@ -80,10 +80,10 @@ def test_merged_model_is_the_adapted_one_and_the_base_is_untouched(base, trained
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unmerging_gives_back_every_bit_which_subtracting_does_not(base, trained, dtype):
-    base = jax.tree.map(lambda x: x.astype(dtype), base)
+    base = jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), base)
     merged = lora.merge(base, trained[0])
     params, adapters = lora.unmerge(merged)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), params, base)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, base)))
     assert adapters is trained[0]
     name = "q_proj"
     weight, adapter = merged.params["layers"][0][name], trained[0][0][name]
@@ -96,7 +96,7 @@ def test_saved_adapters_come_back_bit_for_bit_under_the_names_of_peft(trained, t
     lora.save(trained[0], ALL, tmp_path, base="tiny")
     again, config = lora.load(tmp_path, CONFIG)
     assert config == ALL
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), again, trained[0])))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again, trained[0])))
     tensors = load_file(tmp_path / lora.WEIGHTS)
     assert tensors["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"].shape == (4, 32)
     assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (32, 4)

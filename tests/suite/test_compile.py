@@ -295,13 +295,16 @@ def test_chips_that_nothing_is_left_for_are_refused_with_the_numbers():
 
 @pytest.mark.parametrize(
     "case",
-    [
-        SMALL,
-        dataclasses.replace(SMALL, kind="model_train", name=""),
-        dataclasses.replace(SMALL, kind="model_decode", name=""),
-        OpCase(kind="op_forward_backward", sequence=64, documents=2),
-        OpCase(kind="op_decode", sequence=64),
-    ],
+    swept(
+        [
+            SMALL,
+            dataclasses.replace(SMALL, kind="model_train", name=""),
+            dataclasses.replace(SMALL, kind="model_decode", name=""),
+            OpCase(kind="op_forward_backward", sequence=64, documents=2),
+            OpCase(kind="op_decode", sequence=64),
+        ],
+        [SMALL, OpCase(kind="op_forward_backward", sequence=64, documents=2)],
+    ),
     ids=lambda case: case.name,
 )
 def test_every_kind_of_program_is_dealt_and_compiled(chips, case):

@@ -109,6 +109,7 @@ def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):
     assert found.status == "ok"
     assert found.facts.gradients
     assert 0 < found.facts.share <= 1
+    assert found.facts.isolates is None  # nothing is hidden there
     assert set(judged(kernels, "forward").accuracy) == {"output"}  # it has no gradients
 
 
@@ -119,8 +120,15 @@ def test_function_that_is_right_is_within_the_bound_with_its_gradients(kernels):
         ("right", "window-int", "unsupported", "local_window_size=(16, 16) is not supported by"),
         ("dying", "heads-equal", "crashed", "MemoryError: no room on the chip"),
         ("leaks", "ragged", "wrong", "output change with numbers that no query may see"),
-        ("transposed", "heads-equal", "wrong", "has the shape [2, 4, 160, 32], and the contract says [2, 160, 4, 32]"),
-        ("transposed", "heads-equal", "wrong", "length and heads are swapped; return output.swapaxes(1, 2)."),
+        (
+            "transposed",
+            "heads-equal",
+            "wrong",
+            (
+                "has the shape [2, 4, 160, 32], and the contract says [2, 160, 4, 32] ([batch, length, heads, "
+                "head_dim]): length and heads are swapped; return output.swapaxes(1, 2)."
+            ),
+        ),
         ("wide", "heads-equal-bfloat16", "wrong", "float32 for a bfloat16 query; return it in the dtype of the query."),
         ("pair", "heads-equal", "wrong", "it returns a tuple, and the contract says one array "),
     ],
@@ -156,7 +164,6 @@ def test_nan_that_reaches_rows_is_a_verdict_beside_a_right_result(kernels):
     found = judged(kernels, "lets_nan_in", "ragged")
     assert found.status == "ok", found
     assert found.facts.isolates is False
-    assert judged(kernels, "right").facts.isolates is None  # nothing is hidden there
     assert conformance_kind.judged("standard", ConformanceCase(name="ragged")).facts.isolates is True
 
 
@@ -250,7 +257,7 @@ def test_interpret_is_for_kernels_that_have_an_interpreter():
 
 
 def test_process_that_dies_is_a_result_and_the_next_problem_is_judged(kernels, tmp_path, capsys):
-    words = ["--cases", "heads-equal*", "--random", "0", "--out", str(tmp_path / "out")]
+    words = ["--cases", "heads-equal,heads-equal-bfloat16", "--random", "0", "--out", str(tmp_path / "out")]
     assert code_of("judge", f"{kernels}:aborts_in_float32", *words) == 1
     (_, died, *others), _, _ = parse_records(tmp_path / "out" / RECORDS)  # first, what it takes
     assert died.status == "crashed", capsys.readouterr()

@@ -32,10 +32,12 @@ from attnsuite.suite.kinds.loss_curve_kind import LOSS_CURVE
 from attnsuite.suite.store import RECORDS, parse_records
 from attnsuite.suite.suites import find_suite
 from command import code_of, context_of, record_of
+from landing import is_landing
 
 CONFIG = ModelConfig.from_preset(
     "debug", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, max_length=256
 )
+INTERPRETED = () if is_landing() else ("splash",)
 CASE = TrainingCase(preset="nano", setting="interpreted", steps=4, batch=1, length=256, mesh="data=1")
 
 
@@ -63,7 +65,7 @@ def curves():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_curve_case, "CONTROLS", {"dv 1% large": (1.0, 1.0, 1.01)})  # the subtlest of them
         # One device on the mesh here; two below, eight in test_sharded_training.py.
-        return trained(CASE, "chunked", "splash", "cudnn")
+        return trained(CASE, "chunked", *INTERPRETED, "cudnn")
 
 
 def curve(case, role, name, losses, mode="native"):
@@ -74,8 +76,7 @@ def curve(case, role, name, losses, mode="native"):
 def test_backends_follow_standard_and_a_gradient_of_one_percent_too_much_does_not(curves):
     found = {record.requested: (record, verdict) for record, verdict in verdicts(curves)}
     assert found["chunked"][1].is_ready
-    assert found["splash"][1].is_ready
-    assert found["splash"][0].mode == "interpret"
+    assert all(found[name][1].is_ready and found[name][0].mode == "interpret" for name in INTERPRETED)
     assert found["standard@data=1"][1].is_ready
     assert not found["dv 1% large"][1].is_ready
     # Held to the spread over batches, which is what "over seeds" is, it would pass.
@@ -105,7 +106,10 @@ def test_noise_is_other_sums_of_the_same_loss(curves):
 
 def test_a_refused_backend_says_why_and_has_no_curve(curves):
     found = {record.requested: record for record in curves if record.facts is None}
-    assert list(found) == ["cudnn", "splash@data=1", "cudnn@data=1"]  # a mesh trains what runs natively
+    assert list(found) == [
+        "cudnn",
+        *(f"{name}@data=1" for name in (*INTERPRETED, "cudnn")),
+    ]  # a mesh trains what runs natively
     assert {(record.status, record.mode, bool(record.reasons)) for record in found.values()} == {
         ("unsupported", None, True)
     }
@@ -127,8 +131,8 @@ def test_the_page_says_who_is_ready_and_is_a_function_of_the_curves(curves, tmp_
     assert str(tmp_path / "report.md") in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
-    assert all("not ready" not in rows[name] for name in ("`chunked`", "`splash`"))
-    assert "| interpret |" in rows["`splash`"]
+    assert all("not ready" not in rows[name] for name in ("`chunked`", *(f"`{name}`" for name in INTERPRETED)))
+    assert all("| interpret |" in rows[f"`{name}`"] for name in INTERPRETED)
     assert rows["dv 1% large"].endswith("found out |")
     assert "refused" in rows["cudnn"]
     assert (tmp_path / "loss-curves.svg").exists()

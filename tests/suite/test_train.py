@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from attnsuite.backends.choices import problem_of
-from attnsuite.models import PRESETS, TextFile, load, load_shipped, lora
+from attnsuite.models import PRESETS, TextFile, load, load_shipped, lora, save
 from attnsuite.models.kascade import calibration
 from attnsuite.models.resume import SavedSteps, missing
 from attnsuite.models.sharded_training import MeshSizes
@@ -81,12 +81,11 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
 @needs_orbax
 def test_adapters_are_trained_on_a_loaded_model_and_saved_apart(tmp_path):
     base, out = tmp_path / "base", tmp_path / "adapters"
-    plain = {"steps": 2, "save_every": 0}
-    execute(TrainRequest(**WORDS | plain), base, say=silent)
+    save(model_of("nano", param_dtype="float32"), base)
     weights = (base / "model.safetensors").read_bytes()
     adapted = lora.LoraConfig(rank=2, alpha=4.0, targets=("k_proj", "down_proj"))
-    words = WORDS | plain | {"model": str(base), "lora": adapted, "packed": True, "accumulate": 2, "dtype": "bfloat16"}
-    words |= {"save_every": 2}
+    words = WORDS | {"steps": 2, "model": str(base), "lora": adapted, "packed": True, "accumulate": 2}
+    words |= {"dtype": "bfloat16"}
     execute(TrainRequest(**words), out, say=silent)
     assert (base / "model.safetensors").read_bytes() == weights
     assert not (out / "model.safetensors").exists()
@@ -148,7 +147,7 @@ def test_blank_lines_of_windows_end_paragraphs_too(tmp_path):
 
 @needs_orbax
 def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path):
-    execute(TrainRequest(**WORDS | {"steps": 2}), tmp_path / "base", say=silent)
+    save(model_of("nano", param_dtype="float32"), tmp_path / "base")
     request = TrainRequest(**WORDS | {"model": str(tmp_path / "base"), "steps": 2})
     execute(request, tmp_path / "out", say=silent)
     config = tmp_path / "base/config.json"
