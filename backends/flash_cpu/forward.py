@@ -103,8 +103,8 @@ def workspace(isa: Isa, kernel: Kernel, keys: int) -> tuple[dict[str, int], int]
     value_width = rows.padded(kernel.value_head_dim, isa)
     return offsets(
         query=queries * width * 4,
-        # Also values while they are packed (panels.py).
-        scores=max(max(keys, width) * queries, rows.padded(keys, isa, isa.pack(kernel.dtype)) * value_width) * 4,
+        # Also pairs of values while they are packed (panels.py).
+        scores=max(max(keys, width) * queries, rows.padded(keys, isa, 2) * value_width) * 4,
         added=keys * queries * 4 * kernel.arrays.any,
         added_rows=Added.row_bytes(queries) * kernel.arrays.any,
         out=queries * value_width * 4,
@@ -255,7 +255,7 @@ def emit_attend(
         for mixed in (False, True)
     )
     fetch = None if extra is None else extra.emit_fetch(module)
-    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack, blocks.turned, blocks.strip_terms)
+    weigh = Weighted.of(module, isa, "value", value_width, (1, queries), pack, blocks.turned)
     stride = queries if kernel.arrays.any else None
     spoil, fill = _emit_spoil(module, isa, stride), rows.fill(module, isa)
     sums = RunningSums(module, isa, at, queries, value_width)

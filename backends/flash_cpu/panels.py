@@ -4,9 +4,8 @@ The shared part of the scratch memory, with room for ``R`` of the KV heads of al
 Head ``n`` has place ``n % R``::
 
     keys    terms [R][Sp][Hp]          Hp: terms of the head dimension, in whole vectors
-    values  terms [R][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors; of each block strips of it
-                                       (``products.Weighted``), or with tile registers transposed, [Vp][its keys / 2],
-                                       those in whole vectors
+    values  terms [R][Sp / pack][Vp]   Vp: the values' head dimension, in whole vectors; with tile registers each
+                                       block is transposed, [Vp][its keys / 2], those in whole vectors
     then for every row of the layout: positions int32 [C][Sp], ids int32 [C][Sp], records [C][Sp / block][1 + strips]
     spoilt  int32 [R][Sp / block][1 + block]    per key 1 if it is not finite, else 0; first whether any is
 
@@ -26,7 +25,6 @@ from . import elements, masking, rows
 from .emit import Function, Value, aligned, i32, i64, ptr
 from .handler import Dims, State
 from .isa import Isa
-from .products import strips
 from .visibility import NO_KEY, NO_QUERY
 
 
@@ -57,9 +55,6 @@ class Blocks:
         # With tile registers, the terms of a row of transposed values; else 0.
         self.turned = rows.padded(self.keys_per_block, isa, self.pack) if isa.tiles and value_head_dim else 0
         self.value_terms = (self.turned or self.keys_per_block // self.pack) * self.value_width
-        # The terms of a strip; 0 where rows of values are whole.
-        several = not self.turned and len(strips(isa, self.value_width)) > 1
-        self.strip_terms = self.keys_per_block // self.pack if several else 0
         self.record_bytes = masking.RECORD * (1 + self.keys_per_block // strip)  # bounds of all keys, and of each strip
         self.spoilt_numbers = 1 + self.keys_per_block
 
@@ -123,7 +118,7 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
     copies = {n: rows.copy_row(module, isa, f"copy_{n}", dtype, width, pack) for n, width in widths.items() if width}
     finite = {n: rows.finite(module, isa, f"finite_{n}", dtype, widths[n]) for n in copies}
     join = rows.join(module, isa, "join_values", blocks.value_width) if joined else None
-    arrange = _emit_arrange(module, blocks)
+    turn = rows.transpose(module, isa, "turn_values", blocks.turned, blocks.value_width) if blocks.turned else None
     bounds = _emit_layout_block(module, blocks, state)
     with Function(module, "pack_item", [ptr, ptr, i64]) as (e, (s, w, index)):
         dims = state.dims(s)
@@ -138,10 +133,10 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
         values = blocks.place("values", shared, dims, head).at(n * blocks.value_terms, 4)
         spoilt = blocks.place("spoilt", shared, dims, head).at(n * blocks.spoilt_numbers, 4)
         any_spoilt = e.variable(e.const(i32, 0))
-        whole = values if arrange is None else w.at(aligned(2 * strides["value"] * 4))
+        pairs = values if turn is None else w.at(aligned(2 * strides["value"] * 4))
         with e.loop(0, keys_per_block, pack) as term:
             # Rows of values are joined where they lie one behind the other, in the workspace.
-            to_value = w if joined else whole.at(term * blocks.value_width, 4)
+            to_value = w if joined else values.at(term * blocks.value_width, 4)
             for i in range(pack):
                 j = term + i
                 slot = start + j
@@ -161,23 +156,13 @@ def emit_pack(module: ir.Module, isa: Isa, dtype: str, blocks: Blocks, state: St
                 for name, copy in copies.items():
                     rows.copy_or_zeros(e, isa, exists(), copy, sources[name], targets[name], strides[name])
             if join is not None:
-                e.run(join, w, whole.at(term // pack * blocks.value_width, 4), pack)
-        if arrange is not None:
-            e.run(arrange, whole, values)
+                e.run(join, w, pairs.at(term // pack * blocks.value_width, 4), pack)
+        if turn is not None:
+            e.run(turn, pairs, values)
         spoilt.store(any_spoilt())
         with e.when((head % heads).equals(0) & (batch % share).equals(0)):
             e.run(bounds, s, row, n)
     return e.function
-
-
-def _emit_arrange(module: ir.Module, blocks: Blocks) -> ir.Function | None:
-    """``arrange(source, target)``: a block of rows of values as products read it; None if as they are."""
-    isa, width = blocks.isa, blocks.value_width
-    if blocks.turned:
-        return rows.transpose(module, isa, "turn_values", blocks.turned, width)
-    if blocks.strip_terms:
-        return rows.in_strips(module, isa, "values_in_strips", blocks.strip_terms, strips(isa, width))
-    return None
 
 
 def _emit_layout_block(module: ir.Module, blocks: Blocks, state: State) -> ir.Function:

@@ -99,31 +99,20 @@ class Scores:
 class Weighted:
     """``C[r, :] += sum_n A[r, n] B[n, :]`` over the padded head dimension, by tiles of ``isa.value_rows`` rows.
 
-    The head dimension is taken in :func:`strips`. With ``strip_terms`` those of B lie one after the other, of so many
-    terms each (``rows.in_strips``): a strip of whole rows, one line of memory in every few, falls into few places of
-    the cache. Where ``turned``, B and C are transposed, ``C[d, r] += sum_n B[d, n] A[n, r]``, and rows are taken group
-    by group.
+    Where ``turned``, B and C are transposed, ``C[d, r] += sum_n B[d, n] A[n, r]``, and rows are taken group by group.
     """
 
     isa: Isa
-    tiles: tuple[tuple[int, int, ir.Function], ...]  # first column and width of each strip, and its tile
+    tiles: tuple[tuple[int, ir.Function], ...]  # first column of each strip of the head dimension, and its tile
     row_stride: int
     term_stride: int
     width: int
     pack: int
     turned: int  # the row stride of B that is transposed; 0 of one that is not
-    strip_terms: int
 
     @staticmethod
     def of(
-        module: ir.Module,
-        isa: Isa,
-        name: str,
-        width: int,
-        strides: tuple[int, int],
-        pack: int = 1,
-        turned: int = 0,
-        strip_terms: int = 0,
+        module: ir.Module, isa: Isa, name: str, width: int, strides: tuple[int, int], pack: int = 1, turned: int = 0
     ) -> Weighted:
         """``width``: the padded head dimension, and the row stride of B and C. ``strides``: of A's rows and terms.
 
@@ -132,27 +121,24 @@ class Weighted:
         if turned:
             stride = strides[1]
             tile = Tile(isa.value_rows, isa.score_vectors, turned, 1, stride, stride, accumulate=True, pack=pack)
-            return Weighted(isa, ((0, width, product(module, isa, name, tile)),), *strides, width, pack, turned, 0)
+            return Weighted(isa, ((0, product(module, isa, name, tile)),), *strides, width, pack, turned)
         functions: dict[int, ir.Function] = {}
         tiles, column = [], 0
-        for strip in strips(isa, width):
-            if strip not in functions:
-                row = strip if strip_terms else width
-                tile = Tile(isa.value_rows, strip // isa.lanes, *strides, row, width, accumulate=True, pack=pack)
-                functions[strip] = product(module, isa, f"{name}_{strip // isa.lanes}", tile)
-            tiles.append((column, strip, functions[strip]))
-            column += strip
-        return Weighted(isa, tuple(tiles), *strides, width, pack, turned, strip_terms)
+        for vectors in split(width // isa.lanes, isa.value_vectors):
+            if vectors not in functions:
+                tile = Tile(isa.value_rows, vectors, *strides, width, width, accumulate=True, pack=pack)
+                functions[vectors] = product(module, isa, f"{name}_{vectors}", tile)
+            tiles.append((column, functions[vectors]))
+            column += vectors * isa.lanes
+        return Weighted(isa, tuple(tiles), *strides, width, pack, turned)
 
     def emit(self, e: Function, a: Value, b: Value, c: Value, rows: tuple[Any, Any], terms: tuple[Any, Any]) -> None:
         """Rows and indices ``n`` from the first to before the last; all pointers are to row 0 and to index 0."""
         first, last, *bounds = (x if isinstance(x, Value) else e.const(i64, x) for x in (*rows, *terms))
         start, stop = (x // self.pack for x in bounds)
-        left = a.at(start * self.term_stride, 4)
+        left, right = a.at(start * self.term_stride, 4), b.at(start * (1 if self.turned else self.width), 4)
         step, all_rows = (last - first, [last - first]) if self.isa.tiles else (self.isa.value_rows, [])
-        for column, strip, tile in self.tiles:
-            before = column * self.strip_terms + start * strip if self.strip_terms else start * self.width + column
-            right = b.at(start if self.turned else before, 4)
+        for column, tile in self.tiles:
             if self.turned:
                 with e.loop(first, last, self.isa.group) as r:
                     e.run(tile, right, left.at(r, 4), c.at(r, 4), stop - start, self.width)
@@ -161,16 +147,11 @@ class Weighted:
                 e.run(
                     tile,
                     left.at(r * self.row_stride, 4),
-                    right,
+                    right.at(column, 4),
                     c.at(r * self.width + column, 4),
                     stop - start,
                     *all_rows,
                 )
-
-
-def strips(isa: Isa, width: int) -> list[int]:
-    """Widths of the strips in which a padded head dimension is multiplied."""
-    return [vectors * isa.lanes for vectors in split(width // isa.lanes, isa.value_vectors)]
 
 
 def split(vectors: int, most: int) -> list[int]:

@@ -8,7 +8,7 @@ share a tile, so that a key is read once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llvmlite import ir
@@ -135,19 +135,6 @@ def transpose(module: ir.Module, isa: Isa, name: str, rows: int, width: int) -> 
         square = turned(e, [source.at((r + i) * width + d, 4).load(type_) for i in range(n)])
         for i in range(n):
             target.at((d + i) * rows + r, 4).store(square[i])
-    return e.function
-
-
-def in_strips(module: ir.Module, isa: Isa, name: str, rows: int, strips: Sequence[int]) -> ir.Function:
-    """A function ``(source, target)``: terms ``[rows, width]`` to strips of the width one after the other."""
-    type_, width, column = vector(f32, isa.lanes), sum(strips), 0
-    with Function(module, name, [ptr, ptr]) as (e, (source, target)):
-        for strip in strips:
-            with e.loop(0, rows) as r:
-                for d in range(0, strip, isa.lanes):
-                    x = source.at(r * width + column + d, 4).load(type_)
-                    target.at(r * strip + column * rows + d, 4).store(x)
-            column += strip
     return e.function
 
 
