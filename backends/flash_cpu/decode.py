@@ -4,7 +4,7 @@ One item is a range of the keys of one KV head, or of all KV heads where their k
 (``"NHD"``): memory is read in its order in both. An item reads every key and value that some row sees once for all rows
 (tokens times the heads of a group), in place and in their own dtype::
 
-    s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, 4 keys one by one (1 with AVX2), summed across lanes by a tree
+    s[r, k] = sum_d Q[r, d] K[k, d]     lanes over d, the rows' sums across lanes by one tree
     O[r, d] += sum_k 2**(s[r, k] - m[r]) V[k, d]     lanes over d
 
 Each range ends with its own maximum, sum and output per row. Phase 2 merges the ranges of a head in their order.
@@ -20,7 +20,7 @@ the step is dense attention besides::
 While a block's keys are scored its values are fetched, for all heads of the item, and the next block's keys while its
 values are weighed (without values, while its keys are scored). The arithmetic would otherwise wait for memory, and
 memory for the arithmetic. Keys and values are touched for the first time row by row in the order of memory, and keys
-are scored so too, all heads of a few slots before the next slots: a processor fetches ahead well only then.
+are scored so too, all heads of a slot before the next slot: a processor reads ahead best then.
 """
 
 from __future__ import annotations

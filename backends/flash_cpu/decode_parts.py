@@ -121,9 +121,9 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     (``decode_buffers.types``). Behind the arguments come the keys' scales and the bytes from one to the next, if they
     have some.
 
-    Meanwhile what is needed next is fetched, in the order of memory from ``ahead`` on. A few keys of a head
-    (``Isa.keys_at_once``) meet a tile of rows, then those of the next head; their sums are added across lanes together.
-    Behind the last key the last one is taken again. What a row does not see is read as well, and hidden by ``soften``.
+    Meanwhile what is needed next is fetched, in the order of memory from ``ahead`` on. A key of each head meets the
+    rows, a tile at a time, before the next slot's: a processor reads ahead best in the order of memory. The sums of a
+    tile are added across lanes together. What a row does not see is read as well, and hidden by ``soften``.
     """
     isa, kernel, width = buffers.isa, buffers.kernel, buffers.width
     copy = _copy(module, buffers, "copy_key", kernel.head_dim) if buffers.widens_keys else None
@@ -131,38 +131,33 @@ def emit_score(module: ir.Module, buffers: Buffers) -> ir.Function:
     block = decode_buffers.types(kernel)
     scaled = [*block, i64] if kernel.kv_dtype else []
     size, stored, type_ = elements.SIZE[dtype], elements.SIZE[kernel.stored], vector(f32, isa.lanes)
-    at_once, tile, vectors = isa.keys_at_once, kernel.rows_per_tile, math.gcd(width // isa.lanes, 4)
+    tile, vectors = kernel.rows_per_tile, math.gcd(width // isa.lanes, 4)
     with Function(module, "score", [ptr, i64, *[*block, i64] * 2, i64, i64, *scaled]) as (e, (w, apart, *arguments)):
         n = len(block)
         keys, step, (*ahead, ahead_step) = arguments[:n], arguments[n], arguments[n + 1 : 2 * n + 2]
         padded, count, *scales = arguments[2 * n + 2 :]
         fetched_dim = kernel.value_head_dim or kernel.head_dim
-        with e.loop(0, count, at_once) as first, e.loop(0, buffers.heads) as h:
+        with e.loop(0, count) as slot, e.loop(0, buffers.heads) as h:
             own = w.at(h * apart)
             row = Rows(buffers, own)
-            slots = [e.min(first + j, count - 1) for j in range(at_once)]
-            of_head = moved(keys, h * kernel.head_dim, stored)
-            sources = [decode_buffers.place(kernel, of_head, slot, step) for slot in slots]
+            source = decode_buffers.place(kernel, moved(keys, h * kernel.head_dim, stored), slot, step)
             if copy is not None:
                 factors = [*moved(scales[:-1], h, 4), scales[-1]] if scales else []
-                for j, (slot, source) in enumerate(zip(slots, sources, strict=True)):
-                    e.run(copy, source, own.at(j * width, 4), *_factor(kernel, slot, factors))
-                sources = [own.at(j * width, 4) for j in range(at_once)]
+                e.run(copy, source, own, *_factor(kernel, slot, factors))
+                source = own
+            fetched = decode_buffers.place(kernel, moved(ahead, h * fetched_dim, stored), slot, ahead_step)
             with e.loop(0, padded, tile) as r:
-                sums = [[e.variable(e.const(type_, 0.0)) for _ in sources] for _ in range(tile)]
-                for j, source in enumerate(sources):
-                    number = h * at_once + j
-                    next_ = moved(ahead, number % buffers.heads * fetched_dim, stored)
-                    fetched = decode_buffers.place(kernel, next_, first + number // buffers.heads, ahead_step)
-                    with e.loop(0, width, vectors * isa.lanes) as d:
-                        e.prefetch(fetched.at(d, stored), vectors * isa.lanes * stored)
-                        some = _vectors(e, isa, source.at(d, size), dtype, vectors, halves=buffers.halves_keys)
-                        for v, x in enumerate(some):
-                            for i in range(tile):
-                                query = row.query(r + i).at(d + v * isa.lanes, 4).load(type_)
-                                sums[i][j].set(e.fma(x, query, sums[i][j]()))
+                sums = [e.variable(e.const(type_, 0.0)) for _ in range(tile)]
+                with e.loop(0, width, vectors * isa.lanes) as d:
+                    e.prefetch(fetched.at(d, stored), vectors * isa.lanes * stored)
+                    some = _vectors(e, isa, source.at(d, size), dtype, vectors, halves=buffers.halves_keys)
+                    for v, x in enumerate(some):
+                        for i in range(tile):
+                            query = row.query(r + i).at(d + v * isa.lanes, 4).load(type_)
+                            sums[i].set(e.fma(x, query, sums[i]()))
+                products = _across(e, [x() for x in sums])
                 for i in range(tile):
-                    row.products(r + i).at(first, 4).store(_across(e, [x() for x in sums[i]]))
+                    row.products(r + i).at(slot, 4).store(_lane(e, products, i))
     return e.function
 
 
@@ -187,8 +182,9 @@ def _factor(kernel: DecodeKernel, slot: Value, scales: list[Value]) -> list[Valu
 
 
 def _across(e: Function, vectors: list[Value]) -> Value:
-    """A vector as long as the list; lane ``j`` is the sum of the lanes of ``vectors[j]``."""
+    """Lane ``j`` of the result is the sum of the lanes of ``vectors[j]``, of which there are at most lanes."""
     n, bit = vectors[0].type.count, 1
+    vectors = vectors + vectors[-1:] * (2 ** (len(vectors) - 1).bit_length() - len(vectors))
     while len(vectors) > 1:
         joined = []
         for x, y in zip(vectors[::2], vectors[1::2], strict=True):
@@ -201,6 +197,10 @@ def _across(e: Function, vectors: list[Value]) -> Value:
         n //= 2
         x = e.shuffle(x, x, range(n)) + e.shuffle(x, x, range(n, 2 * n))
     return x
+
+
+def _lane(e: Function, x: Value, number: int) -> Value:
+    return Value(e, e.builder.extract_element(x.raw, ir.Constant(i32, number)))
 
 
 def emit_soften(module: ir.Module, buffers: Buffers, added: Added | None) -> ir.Function:
@@ -253,8 +253,7 @@ def emit_soften(module: ir.Module, buffers: Buffers, added: Added | None) -> ir.
 def exp2_scalar(e: Function, isa: Isa, x: Value) -> Value:
     """2**x of one number of at most 0; a difference to HIDDEN gives zero."""
     wide = elements.exp2(e, isa, e.splat(x, isa.lanes))
-    one = Value(e, e.builder.extract_element(wide.raw, ir.Constant(i32, 0)))
-    return e.select(x > HIDDEN / 2, one, 0.0)
+    return e.select(x > HIDDEN / 2, _lane(e, wide, 0), 0.0)
 
 
 def emit_weigh(module: ir.Module, buffers: Buffers, count: int, vectors: int) -> ir.Function:

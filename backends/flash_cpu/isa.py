@@ -18,8 +18,7 @@ class Isa:
     ``score_rows`` keys by ``score_vectors`` of queries in the score product; ``value_rows`` rows by ``value_vectors``
     of the head dimension in every product whose right operand is keys, values or queries. ``needs`` are LLVM's names of
     processor features. ``multiplies_bfloat16``: one instruction adds two products of bfloat16 numbers to a float32.
-    ``tiles``: such products are taken by AMX's tile registers (``tiles.py``). ``keys_at_once``: so many keys of a head
-    are scored in a decode step before those of the next; a Zen 3 reads ahead well only in the order of memory, at 1.
+    ``tiles``: such products are taken by AMX's tile registers (``tiles.py``).
     """
 
     name: str
@@ -31,7 +30,6 @@ class Isa:
     needs: tuple[str, ...]
     multiplies_bfloat16: bool = False
     tiles: bool = False
-    keys_at_once: int = 4
 
     def of(self, dtype: str) -> Isa:
         """The instruction set for this dtype: tile registers take only bfloat16."""
@@ -56,7 +54,7 @@ AVX512 = Isa("avx512", 16, 8, 3, 6, 4, ("avx512f", "avx512bw", "avx512dq", "avx5
 AVX512_BF16 = dataclasses.replace(
     AVX512, name="avx512_bf16", needs=(*AVX512.needs, "avx512bf16"), multiplies_bfloat16=True
 )
-AVX2 = Isa("avx2", 8, 4, 3, 6, 2, ("avx2", "fma", "f16c"), keys_at_once=1)
+AVX2 = Isa("avx2", 8, 4, 3, 6, 2, ("avx2", "fma", "f16c"))
 AMX_BF16 = dataclasses.replace(
     AVX512_BF16,
     name="amx_bf16",
