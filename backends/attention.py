@@ -137,7 +137,7 @@ def attention(
     Inputs share one dtype (float32, bfloat16 or float16), which is also the output's; ``heads`` is a
     multiple of ``kv_heads``. ``mask_function`` decides by positions (:mod:`attnsuite.backends.masks`);
     ``score_function`` changes each score by its head and positions (:mod:`attnsuite.backends.scores`).
-    ``scale`` (None: ``1/sqrt(head_dim)``) is at most 1e6 and ``logits_soft_cap`` at most 1e30.
+    ``scale`` (None: ``1/sqrt(head_dim)``) and ``logits_soft_cap`` are at most 1e6.
     ``bias`` may have axes of 1; ``sinks`` and ``alibi`` are a learned number per query head.
     The result is ``[batch, q_len, heads, v_dim]``. With ``return_log_sum_exp`` it is the pair of this output and the
     log-sum-exp of each row's visible logits, float32 ``[batch, q_len, heads]``, which has a gradient and is ``-inf``

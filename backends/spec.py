@@ -13,7 +13,7 @@ from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, requested
 from .operands import Announced
 
 # Above these, logits are so large that their rounding is infinite in an exponential, or what a cap divides is zero.
-_MOST = {"scale": 1e6, "logits_soft_cap": 1e30}
+_MOST = {"scale": 1e6, "logits_soft_cap": 1e6}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class AttentionSpec(Announced):
     ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads, head_dim]``,
     ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads KV head
     ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; a number is at most 1e6, and
-    ``logits_soft_cap`` at most 1e30. ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means
+    ``logits_soft_cap`` at most 1e6. ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means
     ``(w, w)``: a query at position p sees key positions p-left to p+right, both included. The ``has_*`` fields say
     which arrays a :class:`Layout` brings, and which :class:`Terms` do.
     With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output.
