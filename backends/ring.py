@@ -83,20 +83,22 @@ class Axis:
 
 def by_position(spec: AttentionSpec) -> bool:
     """Whether positions affect the mask or the logits."""
-    return spec.positional_mask is not None or any(operand.by_position for operand in spec.learned)
+    scored = spec.score_function is not None
+    return scored or spec.positional_mask is not None or any(operand.by_position for operand in spec.learned)
 
 
 def specs_of_parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     """The problem of a device's own keys, and that of another's. ``spec`` has one device's queries and keys.
 
     Under a causal mask over slots, the own keys are a causal problem, the keys of devices before are all visible, and
-    those of devices behind are not: no part needs positions. Any other mask by position gets them. No part has sinks.
+    those of devices behind are not: no part needs positions. Any other mask by position and a score function get them.
+    No part has sinks.
     """
     spec = dataclasses.replace(spec, has_sinks=False)
     if not by_position(spec):
         spec = dataclasses.replace(spec, has_positions=False)
         return spec, spec
-    over_slots = spec.positional_mask == Causal() and not spec.has_positions
+    over_slots = spec.positional_mask == Causal() and spec.score_function is None and not spec.has_positions
     if over_slots and spec.query_length == spec.key_value_length:  # a share is all visible or all hidden, or the own
         return spec, dataclasses.replace(spec, is_causal=False, mask_function=None)
     spec = dataclasses.replace(spec, has_positions=True)

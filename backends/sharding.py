@@ -158,14 +158,21 @@ class Sharded:
         return self.backend.exact
 
     def takes(self, target: Target, mode: Mode) -> Takes:
-        """The features that can be divided (not masks and biases in a ring). The backend judges the share itself."""
+        """The features that can be divided. The backend judges the share itself.
+
+        Not masks and biases in a ring, and score functions only where the length alone is divided.
+        """
         learned: frozenset[Feature] = frozenset(operand.name for operand in OPERANDS)
         features: frozenset[Feature] = frozenset({*BASIC_FEATURES, *learned, "log_sum_exp", "mask_function"})
         if self._in_ring:  # which adds the sinks itself
             features = features - (learned - {"sinks"}) - {"mask", "log_sum_exp"}
+        if set(self.axes.named()) == {"context"}:  # a share counts its sequences and heads from zero
+            features |= frozenset[Feature]({"score_function"})
         why = "which passes keys between devices, but not the columns of such an array"
         because = dict.fromkeys(("mask", "bias"), why) | {"log_sum_exp": "which uses it to merge the parts"}
-        because |= {"alibi": "whose parts have no slopes", "score_function": "whose shares count heads from zero"}
+        because |= {"alibi": "whose parts have no slopes"}
+        because = {name: f"{each}; exchange='gather' takes it" for name, each in because.items()}
+        because |= {"score_function": "whose shares count sequences and heads from zero"}
         whole = self.axes.context is None and self._self_sharded() is None
         layouts = KV_LAYOUTS if whole else ("NHD",)
         carries = takes_of(self.backend, target, mode).carries

@@ -90,13 +90,13 @@ print(json.dumps(found))
 # have one way without a mask by position, one for causality over slots, and one for every other mask.
 CASES = {
     "standard": ["combination", "ragged-causal", "bias-per-head"],
-    "chunked": ["log-sum-exp", "sinks@ring", "alibi@gather"],
+    "chunked": ["log-sum-exp", "sinks@ring", "alibi@gather", "score@ring"],
     "flash_cpu": ["plain@ring", "window-causal@ring"],
 }
 if not is_landing():
     CASES["standard"] += ["decode-4", "log-sum-exp-of-nothing", "sinks", "causal", "gqa-8", "padding-both-ends"]
     CASES["standard"] += ["mask-per-head", "bias-broadcast"]
-    CASES["chunked"] += ["combination", "sinks"]
+    CASES["chunked"] += ["combination", "sinks", "score@gather"]
     CASES["flash_cpu"] += ["causal", "causal@ring", "function-dilated@ring"]
 if not importlib.util.find_spec("llvmlite"):
     del CASES["flash_cpu"]
