@@ -28,6 +28,7 @@ def test_the_page_on_cpus_has_the_goals_of_the_published_runs():
     pages = (
         "cpu-amd-epyc-speed",
         "cpu-amd-epyc-speed-8192",
+        "cpu-amd-epyc-zen4-speed",
         "cpu-amd-epyc-avx2-speed",
         "cpu-intel-xeon-speed",
         "cpu-intel-xeon-decode",

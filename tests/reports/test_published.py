@@ -51,6 +51,7 @@ PAGES = {
     "cpu-intel-xeon-kascade": ("compiled-kascade",),
     "cpu-amd-epyc-speed-8192": (),
     "cpu-amd-epyc-avx2-speed": (),
+    "cpu-amd-epyc-zen4-speed": (),
     "cpu-amd-epyc-kascade-flash-cpu": (),
     "cpu-amd-epyc-kascade-finetune": (),
     "cpu-intel-xeon-kascade-flash-cpu": (),
