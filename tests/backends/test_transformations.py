@@ -40,7 +40,7 @@ def test_what_has_no_share_on_an_explicit_mesh_is_refused_with_what_to_do():
     sharding, by_length = explicit(None, "x")
     with jax.set_mesh(sharding.mesh), pytest.raises(ValueError, match=r"length.*'x'.*MeshAxes\(context=\.\.\.\)"):
         attention(*by_length, is_causal=True, backend="chunked")
-    with pytest.raises(ValueError, match=r"count heads from zero .*; use backend='standard'"):
+    with pytest.raises(ValueError, match=r"count sequences and heads from zero .*; use backend='standard'"):
         attention(*explicit("x")[1], score_function=lambda score, *_: score, backend="chunked")
 
 

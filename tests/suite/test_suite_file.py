@@ -41,7 +41,7 @@ CHOSEN = '[[case]]\nkind = "kascade_text"\n'
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        (f"{FORWARD}sequence = 8\nsoft_cap = 1e30\n", ["forward-s8-h8k8-d64-cap1e30-f32"]),
+        (f"{FORWARD}sequence = 8\nsoft_cap = 1e6\n", ["forward-s8-h8k8-d64-cap1000000.0-f32"]),
         (
             f"{FORWARD}sequence = [8, 16]\nkv_heads = [8, 2]\nheads = 8\n",  # the first varies slowest
             [f"forward-s{sequence}-h8k{heads}-d64-f32" for sequence in (8, 16) for heads in (8, 2)],
