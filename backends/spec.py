@@ -12,8 +12,8 @@ from . import masks, scores
 from .features import DTYPES, KV_DTYPES, KV_LAYOUTS, Feature, requested
 from .operands import Announced
 
-# Above these, logits are so large that their rounding is infinite in an exponential, or what a cap divides is zero.
-_MOST = {"scale": 1e6, "logits_soft_cap": 1e6}
+# A scale or a soft cap. Above it, logits are so large that their rounding is infinite in an exponential.
+_MOST = 1e6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class AttentionSpec(Announced):
 
     ``query [batch, query_length, num_heads, head_dim]``, ``key [batch, key_value_length, num_kv_heads, head_dim]``,
     ``value [batch, key_value_length, num_kv_heads, value_head_dim]``; query head ``n`` reads KV head
-    ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; a number is at most 1e6, and
-    ``logits_soft_cap`` at most 1e6. ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means
+    ``n // (num_heads // num_kv_heads)``. ``scale=None`` means ``1/sqrt(head_dim)``; a number, as
+    ``logits_soft_cap``, is at most 1e6. ``value_head_dim=None`` means ``head_dim``; ``local_window_size=w`` means
     ``(w, w)``: a query at position p sees key positions p-left to p+right, both included. The ``has_*`` fields say
     which arrays a :class:`Layout` brings, and which :class:`Terms` do.
     With ``return_log_sum_exp`` a plan gives ``(output, log_sum_exp)`` for its output.
@@ -92,11 +92,11 @@ class AttentionSpec(Announced):
             )
         masks.check(self.mask_function)
         scores.check(self.score_function)
-        for name, most in _MOST.items():
+        for name in ("scale", "logits_soft_cap"):
             value = getattr(self, name)
             is_real = _is_int(value) or isinstance(value, float)
-            if value is not None and not (is_real and 0 < value <= most):
-                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, at most {most:g}, or None.")
+            if value is not None and not (is_real and 0 < value <= _MOST):
+                raise ValueError(f"{name}={value!r} must be a finite Python float above 0, at most {_MOST:g}, or None.")
         _check_keys_and_values(self)
 
     def features(self) -> frozenset[Feature]:

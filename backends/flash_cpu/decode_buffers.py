@@ -103,7 +103,7 @@ class Buffers:
         )
         # One behind the other: a copied key, flags of a block's keys, a copied block of values, what is added to the
         # rows' scores (positions of a block's keys, and the rows of ``added.py``), the rows.
-        # Room for more keys than one: with 3.5 or 3.75 KiB from head to head a step in the cache took 2 to 4% longer.
+        # Room for more keys than one, so that a head's rows lie further than a page from those of the next.
         self.flags = aligned(isa.lanes * self.width * 4)
         self.values = self.flags + aligned(BLOCK_KEYS * 4)
         self.positions = self.values + (BLOCK_KEYS * self.value_width * 4 if self.widens_values else 0)

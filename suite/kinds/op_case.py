@@ -173,7 +173,7 @@ def describe_call(case: Call) -> str:
         f"sliding{case.window_size}": case.window_size is not None,
         f"chunk{case.chunk_size}": case.chunk_size is not None,
         re.sub(r"\W+", "-", case.mask).strip("-"): bool(case.mask),
-        f"cap{case.soft_cap}": case.soft_cap is not None,
+        f"cap{case.soft_cap}".replace("+", ""): case.soft_cap is not None,
         f"docs{case.documents}": case.documents > 1,
         "hnd": isinstance(case, OpCase) and case.kv_layout == "HND",
         f"seed{case.seed}": case.seed != 0,

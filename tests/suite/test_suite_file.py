@@ -127,6 +127,7 @@ def test_no_two_cases_of_a_named_suite_have_one_name(suite):
         ('[[case]]\nkind = "perplexity"\ndtype = "float64"', "dtype = 'float64' must be one of"),
         (TINY + TINY, "line 8 (name): two cases named first"),
         (f"{TINY}soft_cap = 1e400", "soft_cap = inf must be"),
+        (f"{FORWARD}sequence = 64\nsoft_cap = 1e20", "logits_soft_cap=1e+20 must be a finite Python float"),
         (f"{TINY}seed = 2026-01-01", "seed = datetime.date(2026, 1, 1) must be"),
         (f"{TINY}seed{'.a' * 2000} = 1", "seed = a table must be"),
     ],
